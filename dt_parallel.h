@@ -51,7 +51,8 @@
 
    CONTENTS
      1. Process mesh (device mesh, process groups of every axis)
-     2. Placements (redistribute; f and g operators; replicate, copy, shard, partial)
+     2. Placements (redistribute; f and g operators; replicate, copy, shard, partial; all-to-all of
+        rows)
      3. Tensor and sequence parallelism (column-parallel linear, row-parallel linear,
         vocabulary-parallel embedding, vocabulary-parallel cross-entropy, grouped-query attention)
      4. Context parallelism (ring attention, zig-zag, Ulysses, all-gather context parallelism)
@@ -194,6 +195,18 @@ typedef struct dt_placement {
    DT_ERR_UNSUPPORTED if the table has no row for `from` and `to`. Megatron: arXiv:1909.08053 and
    arXiv:2205.05198. Ulysses: arXiv:2309.14509. */
 DT_API dt_tensor *dt_redistribute(dt_tensor *x, dt_comm *comm, dt_placement from, dt_placement to);
+/* [collective: comm] All-to-all of rows, with unequal counts. x (S,..) holds the rows for rank 0 of
+   the group, then those for rank 1, and so on: send_counts[r] rows for rank r, with the sum S.
+   Returns (R,..), the rows from rank 0, then those from rank 1, and so on: recv_counts[r] rows from
+   rank r, with the sum R. S, R and single counts may be 0. If recv_counts is NULL, the ranks first
+   exchange the counts, in host memory; so it is NULL on all ranks or on none. The backward sends
+   each row's gradient back: the same call with the two arrays exchanged. Both arrays are in host
+   memory and are copied. Returns x itself if the group has one rank. Fails with DT_ERR_SHAPE if x
+   is a scalar, if send_counts is NULL or does not sum to S, or if a count is negative or 2^31 or
+   more. A recv_counts that differs from what the other ranks send fails on all ranks with
+   DT_ERR_COMM. */
+DT_API dt_tensor *dt_all_to_all_rows(
+    dt_tensor *x, dt_comm *comm, const int64_t *send_counts, const int64_t *recv_counts);
 
 // ==== 3. Tensor and sequence parallelism ========================================================
 
@@ -470,7 +483,7 @@ typedef struct dt_routing {
     dt_tensor *gates;
     /* (B,T,k) in host memory: each token's experts, best first; -1 for a dropped choice */
     int32_t *choices;
-    /* dt_dispatch sets the three fields below. */
+    /* dt_dispatch sets the fields below; `exchange` is private. */
     int64_t rows;          /* number of rows that this rank's experts received */
     int64_t local_experts; /* number of experts on this rank */
     int64_t *expert_rows;  /* (local_experts) in host memory: number of rows of each local expert */
@@ -542,7 +555,7 @@ DT_API dt_status dt_route_update_bias(
        ZB            (p - 1) / (3 m)   min(p, m)            zero bubble, ZB-H1: P. Qi et al.,
                                                             arXiv:2401.10241
 
-   Section 16 draws the schedules. The row ZB holds if p <= m. The row INTERLEAVED holds if p
+   Section 17 draws the schedules. The row ZB holds if p <= m. The row INTERLEAVED holds if p
    divides m. A micro-batch counts in its third column once for each chunk that holds it, and
    w = 2 (p - r - 1) + (v - 1) G + 1, where G = p. In general each chunk processes the micro-batches
    in groups of G (A. Grattafiori et al., arXiv:2407.21783), so every m is possible. If m >= p, G is
@@ -569,6 +582,7 @@ typedef struct dt_action {
     /* DT_FORWARD (F), DT_BACKWARD (B), DT_BACKWARD_INPUT (I) or DT_BACKWARD_WEIGHT (W) */
     dt_phase phase;
     int micro, chunk;
+    int rank; /* the rank that runs the action */
     /* index of the chunk's stage; the lowering sets this field and all fields below */
     int stage;
     /* slot on this rank, acquired by F and released after B or W; -1 for a backward whose F is
@@ -956,10 +970,9 @@ extern "C" {
 
 // ==== 11. Implementation: process mesh ==========================================================
 
-/* a + b for a, b >= 0, saturating at INT64_MAX. */
-static int64_t dt__add_saturating(int64_t a, int64_t b) {
-    return a > INT64_MAX - b ? INT64_MAX : a + b;
-}
+__extension__ typedef unsigned __int128 dt__uint128;
+/* Returns x, but at most INT64_MAX. */
+static int64_t dt__saturate(dt__uint128 x) { return x < INT64_MAX ? (int64_t)x : INT64_MAX; }
 
 /* A string buffer in the caller's memory, which may be NULL or have 0 bytes. */
 typedef struct dt__strbuf {
@@ -981,6 +994,57 @@ static dt_status DT_PRINTF(2, 3) dt__strbuf_add(dt__strbuf *t, const char *fmt, 
     dt__append_list(t->text, t->bytes, &t->used, fmt, args);
     va_end(args);
     return DT_ERR_ARG;
+}
+
+/* An object that the program owns: a schedule, a sampler or a text dataset. dt__object is its first
+   member. The object and its memory are in one arena, which is freed with the object, at the latest
+   when the context ends. */
+typedef struct dt__object {
+    dt_ctx *ctx;
+    dt_listener listener;
+    dt__arena memory;
+    void (*close)(struct dt__object *o); /* called before the memory is freed; may be NULL */
+} dt__object;
+
+/* Returns zeroed memory that is freed with the object. */
+static void *dt__object_alloc(dt__object *o, size_t bytes) {
+    void *p = dt__arena_alloc(o->ctx, &o->memory, bytes);
+    if (p) memset(p, 0, bytes);
+    return p;
+}
+
+static void dt__object_closing(dt_ctx *ctx, void *user) {
+    dt__object *o = (dt__object *)user;
+    if (o->close) o->close(o);
+    dt__arena memory = o->memory; /* a copy, because the arena holds *o itself */
+    dt__arena_free(ctx, &memory);
+}
+
+static void *dt__object_new(
+    dt_ctx *ctx, size_t bytes, const char *what, void (*close)(dt__object *o)) {
+    dt__object start = {
+        .ctx = ctx, .memory = { .mem = DT_MEM_HOST, .what = what }, .close = close
+    };
+    dt__object *o = (dt__object *)dt__object_alloc(&start, bytes);
+    if (!o) return NULL;
+    *o = start;
+    o->listener.closing = dt__object_closing;
+    o->listener.user = o;
+    dt_listen(ctx, &o->listener);
+    return o;
+}
+
+static void dt__object_free(dt__object *o) {
+    if (!o) return;
+    dt_unlisten(o->ctx, &o->listener);
+    dt__object_closing(o->ctx, o);
+}
+
+/* Returns an object whose construction has ended; frees it and returns NULL after a failure. */
+static void *dt__object_made(dt__object *o) {
+    if (dt_error(o->ctx) == DT_OK) return o;
+    dt__object_free(o);
+    return NULL;
 }
 
 dt_status dt_mesh_resolve(dt_mesh_desc *sizes, int ranks, char *text, size_t text_bytes) {
@@ -1042,30 +1106,27 @@ dt_mesh dt_mesh_make(dt_ctx *ctx, dt_mesh_desc desc) {
         return none;
     }
     mesh = none;
-    mesh.sizes = desc;
-    mesh.coord.tp = rank % desc.tp;
-    mesh.coord.cp = rank / desc.tp % desc.cp;
-    mesh.coord.ep = rank / (desc.tp * desc.cp) % desc.ep;
-    mesh.coord.dp = rank / (desc.tp * desc.cp * desc.ep) % desc.dp;
-    mesh.coord.pp = rank / (desc.tp * desc.cp * desc.ep * desc.dp);
-    int cp_stride = desc.tp, ep_stride = cp_stride * desc.cp, dp_stride = ep_stride * desc.ep;
-    int pp_stride = dp_stride * desc.dp;
     mesh.world = world;
-    mesh.tp = dt__mesh_axis(world, desc.tp, mesh.coord.tp, mesh.coord.tp, "tp", DT_AXIS_TP);
-    mesh.cp =
-        dt__mesh_axis(world, desc.cp, mesh.coord.cp * cp_stride, mesh.coord.cp, "cp", DT_AXIS_CP);
-    mesh.ep =
-        dt__mesh_axis(world, desc.ep, mesh.coord.ep * ep_stride, mesh.coord.ep, "ep", DT_AXIS_EP);
-    mesh.dp =
-        dt__mesh_axis(world, desc.dp, mesh.coord.dp * dp_stride, mesh.coord.dp, "dp", DT_AXIS_DP);
-    mesh.pp =
-        dt__mesh_axis(world, desc.pp, mesh.coord.pp * pp_stride, mesh.coord.pp, "pp", DT_AXIS_PP);
-    int replicas = desc.dp * desc.ep * desc.cp;
-    int offset = mesh.coord.dp * dp_stride + mesh.coord.ep * ep_stride + mesh.coord.cp * cp_stride;
+    mesh.sizes = desc;
+    /* from the axis that varies fastest to the slowest */
+    enum { TP, CP, EP, DP, PP, AXES };
+    static const char *const names[AXES] = { "tp", "cp", "ep", "dp", "pp" };
+    const dt_axis axes[AXES] = { DT_AXIS_TP, DT_AXIS_CP, DT_AXIS_EP, DT_AXIS_DP, DT_AXIS_PP };
+    const int sizes[AXES] = { desc.tp, desc.cp, desc.ep, desc.dp, desc.pp };
+    int *coords[AXES] = { &mesh.coord.tp, &mesh.coord.cp, &mesh.coord.ep, &mesh.coord.dp,
+        &mesh.coord.pp };
+    dt_comm **groups[AXES] = { &mesh.tp, &mesh.cp, &mesh.ep, &mesh.dp, &mesh.pp };
+    int offsets[AXES]; /* coordinate times stride */
+    for (int i = 0, stride = 1; i < AXES; stride *= sizes[i++]) {
+        *coords[i] = rank / stride % sizes[i];
+        offsets[i] = *coords[i] * stride;
+        *groups[i] = dt__mesh_axis(world, sizes[i], offsets[i], *coords[i], names[i], axes[i]);
+    }
+    int replicas = desc.dp * desc.ep * desc.cp, offset = offsets[DP] + offsets[EP] + offsets[CP];
     mesh.data = replicas == desc.dp
                     ? mesh.dp
                     : dt__mesh_axis(world, replicas, offset, offset, "data", DT_AXIS_DP);
-    offset -= mesh.coord.ep * ep_stride;
+    offset -= offsets[EP];
     mesh.expert_data = desc.ep == 1   ? mesh.data
                        : desc.cp == 1 ? mesh.dp
                                       : dt__mesh_axis(world, desc.dp * desc.cp, offset, offset,
@@ -1086,7 +1147,7 @@ dt_mesh dt_mesh_make(dt_ctx *ctx, dt_mesh_desc desc) {
        backward        dx:  SHARD(1) <------ reduce-scatter ------ PARTIAL    :dy
 
    A shard along any dimension but the first is strided in memory, while collectives send contiguous
-   arrays. dt__extract_shard and dt__insert_shard pack and unpack the shard. */
+   arrays. dt__extract_shard and dt__insert_shards pack and unpack shards. */
 
 /* Arguments of the function of a table row, which redistributes a dense array over a group. */
 typedef struct dt__redist {
@@ -1128,8 +1189,7 @@ static dt_status dt__copy_rows(const dt__redist *m, void *out, size_t out_stride
     return DT__KERNEL(m->ctx, "dt_redistribute", copy, &a);
 }
 
-/* Copies one shard of a full array (shape `full`, along dim) to a dense array; dt__insert_shard
-   does the opposite. */
+/* Copies one shard of a full array (shape `full`, along dim) to a dense array. */
 static dt_status dt__extract_shard(
     const dt__redist *m, dt_shape full, int dim, int shard, void *dense, const void *in) {
     dt__shard_view v = dt__shard_view_of(full, dim, dt_comm_size(m->comm), m->dtype);
@@ -1137,11 +1197,27 @@ static dt_status dt__extract_shard(
     return dt__copy_rows(m, dense, v.shard_bytes, from, v.row_bytes, v.outer, v.shard_bytes);
 }
 
-static dt_status dt__insert_shard(
-    const dt__redist *m, dt_shape full, int dim, int shard, const void *dense, void *out) {
+/* Copies all shards of a full array to `dense`, one after another; dt__insert_shards does the
+   opposite. */
+static dt_status dt__extract_shards(
+    const dt__redist *m, dt_shape full, int dim, void *dense, const void *in) {
+    int n = dt_comm_size(m->comm);
+    size_t bytes = (size_t)dt_count(full) / (size_t)n * dt_dtype_size(m->dtype);
+    for (int r = 0; r < n; r++)
+        if (dt__extract_shard(m, full, dim, r, (char *)dense + (size_t)r * bytes, in) != DT_OK)
+            return dt_error(m->ctx);
+    return DT_OK;
+}
+
+static dt_status dt__insert_shards(
+    const dt__redist *m, dt_shape full, int dim, const void *dense, void *out) {
     dt__shard_view v = dt__shard_view_of(full, dim, dt_comm_size(m->comm), m->dtype);
-    char *to = (char *)out + (size_t)shard * v.shard_bytes;
-    return dt__copy_rows(m, to, v.row_bytes, dense, v.shard_bytes, v.outer, v.shard_bytes);
+    for (size_t r = 0; r < (size_t)dt_comm_size(m->comm); r++)
+        if (dt__copy_rows(m, (char *)out + r * v.shard_bytes, v.row_bytes,
+                (const char *)dense + r * v.outer * v.shard_bytes, v.shard_bytes, v.outer,
+                v.shard_bytes) != DT_OK)
+            return dt_error(m->ctx);
+    return DT_OK;
 }
 
 static dt_status dt__redist_identity(const dt__redist *m) {
@@ -1163,21 +1239,16 @@ static dt_status dt__redist_keep_first(const dt__redist *m) {
 }
 
 static dt_status dt__redist_all_gather(const dt__redist *m) {
-    size_t count = (size_t)dt_count(m->in_shape), bytes = count * dt_dtype_size(m->dtype);
-    dt_status status = dt_all_gather(m->comm, m->in, m->scratch, count, m->dtype);
-    for (int r = 0; status == DT_OK && r < dt_comm_size(m->comm); r++)
-        status = dt__insert_shard(
-            m, m->out_shape, m->from_dim, r, (char *)m->scratch + (size_t)r * bytes, m->out);
-    return status;
+    dt_status status =
+        dt_all_gather(m->comm, m->in, m->scratch, (size_t)dt_count(m->in_shape), m->dtype);
+    return status == DT_OK ? dt__insert_shards(m, m->out_shape, m->from_dim, m->scratch, m->out)
+                           : status;
 }
 
 static dt_status dt__redist_reduce_scatter(const dt__redist *m) {
-    size_t count = (size_t)dt_count(m->out_shape), bytes = count * dt_dtype_size(m->dtype);
-    dt_status status = DT_OK;
-    for (int r = 0; status == DT_OK && r < dt_comm_size(m->comm); r++)
-        status = dt__extract_shard(
-            m, m->in_shape, m->to_dim, r, (char *)m->scratch + (size_t)r * bytes, m->in);
-    return status == DT_OK ? dt_reduce_scatter(m->comm, m->scratch, m->out, count, m->dtype, DT_SUM)
+    dt_status status = dt__extract_shards(m, m->in_shape, m->to_dim, m->scratch, m->in);
+    return status == DT_OK ? dt_reduce_scatter(m->comm, m->scratch, m->out,
+                                 (size_t)dt_count(m->out_shape), m->dtype, DT_SUM)
                            : status;
 }
 
@@ -1185,17 +1256,14 @@ static dt_status dt__redist_reduce_scatter(const dt__redist *m) {
    to_dim. An all-to-all cannot run in place, so the scratch holds the sent data followed by the
    received data. */
 static dt_status dt__redist_all_to_all(const dt__redist *m) {
-    int n = dt_comm_size(m->comm);
-    size_t count = (size_t)dt_count(m->in_shape) / (size_t)n,
-           bytes = count * dt_dtype_size(m->dtype);
-    char *sent = (char *)m->scratch, *got = sent + (size_t)n * bytes;
-    dt_status status = DT_OK;
-    for (int r = 0; status == DT_OK && r < n; r++)
-        status = dt__extract_shard(m, m->in_shape, m->to_dim, r, sent + (size_t)r * bytes, m->in);
-    if (status == DT_OK) status = dt_all_to_all(m->comm, sent, got, count, m->dtype);
-    for (int r = 0; status == DT_OK && r < n; r++)
-        status = dt__insert_shard(m, m->out_shape, m->from_dim, r, got + (size_t)r * bytes, m->out);
-    return status;
+    size_t count = (size_t)dt_count(m->in_shape);
+    void *received = dt__element(m->scratch, m->dtype, (int64_t)count);
+    dt_status status = dt__extract_shards(m, m->in_shape, m->to_dim, m->scratch, m->in);
+    if (status == DT_OK)
+        status = dt_all_to_all(
+            m->comm, m->scratch, received, count / (size_t)dt_comm_size(m->comm), m->dtype);
+    return status == DT_OK ? dt__insert_shards(m, m->out_shape, m->from_dim, received, m->out)
+                           : status;
 }
 
 typedef struct dt__redist_row {
@@ -1203,44 +1271,23 @@ typedef struct dt__redist_row {
     dt_status (*move)(const dt__redist *m);
 } dt__redist_row;
 
+#define DT__ROW(from_kind, to_kind, n, name) \
+    { \
+        .from = DT_PLACEMENT_##from_kind, .to = DT_PLACEMENT_##to_kind, .buffers = (n), \
+        .move = dt__redist_##name \
+    }
 static const dt__redist_row dt__redist_table[] = {
-    { .from = DT_PLACEMENT_PARTIAL,
-        .to = DT_PLACEMENT_REPLICATE,
-        .buffers = 0,
-        .move = dt__redist_all_reduce },
-    { .from = DT_PLACEMENT_REPLICATE,
-        .to = DT_PLACEMENT_COPY,
-        .buffers = 0,
-        .move = dt__redist_identity },
-    { .from = DT_PLACEMENT_SHARD,
-        .to = DT_PLACEMENT_COPY,
-        .buffers = 1,
-        .move = dt__redist_all_gather },
-    { .from = DT_PLACEMENT_PARTIAL,
-        .to = DT_PLACEMENT_SHARD,
-        .buffers = 1,
-        .move = dt__redist_reduce_scatter },
-    { .from = DT_PLACEMENT_SHARD,
-        .to = DT_PLACEMENT_REPLICATE,
-        .buffers = 1,
-        .move = dt__redist_all_gather },
-    { .from = DT_PLACEMENT_REPLICATE,
-        .to = DT_PLACEMENT_SHARD,
-        .buffers = 0,
-        .move = dt__redist_slice },
-    { .from = DT_PLACEMENT_SHARD,
-        .to = DT_PLACEMENT_SHARD,
-        .buffers = 2,
-        .move = dt__redist_all_to_all },
-    { .from = DT_PLACEMENT_REPLICATE,
-        .to = DT_PLACEMENT_PARTIAL,
-        .buffers = 0,
-        .move = dt__redist_keep_first },
-    { .from = DT_PLACEMENT_COPY,
-        .to = DT_PLACEMENT_REPLICATE,
-        .buffers = 0,
-        .move = dt__redist_identity },
+    DT__ROW(PARTIAL, REPLICATE, 0, all_reduce),
+    DT__ROW(REPLICATE, COPY, 0, identity),
+    DT__ROW(SHARD, COPY, 1, all_gather),
+    DT__ROW(PARTIAL, SHARD, 1, reduce_scatter),
+    DT__ROW(SHARD, REPLICATE, 1, all_gather),
+    DT__ROW(REPLICATE, SHARD, 0, slice),
+    DT__ROW(SHARD, SHARD, 2, all_to_all),
+    DT__ROW(REPLICATE, PARTIAL, 0, keep_first),
+    DT__ROW(COPY, REPLICATE, 0, identity),
 };
+#undef DT__ROW
 
 static const dt__redist_row *dt__redist_find(dt_placement from, dt_placement to) {
     for (size_t i = 0; i < sizeof dt__redist_table / sizeof *dt__redist_table; i++)
@@ -1279,11 +1326,7 @@ static dt_status dt__redist_run(dt__redist m, dt_placement from, dt_placement to
     if (accumulate && work) m.out = work + (size_t)row->buffers * larger;
     dt_status status = row->move(&m);
     if (status != DT_OK || !accumulate) return status;
-    const void *terms[2] = { sum, m.out };
-    dt_reduce_args a = {
-        .dtype = m.dtype, .out = sum, .in = terms, .n = 2, .count = out, .op = DT_SUM
-    };
-    return DT__KERNEL(m.ctx, "dt_redistribute", reduce, &a);
+    return dt__accumulate(m.ctx, m.dtype, sum, m.out, out, 1);
 }
 
 typedef struct dt__redist_saved {
@@ -1374,19 +1417,14 @@ static dt_tensor *dt__redist_new(
 /* Records the op that made y. d must reserve space for a dt__redist_saved. */
 static dt_tensor *dt__redist_record(
     dt_tensor *y, dt_record_desc d, dt_comm *comm, dt_placement from, dt_placement to) {
+    dt__redist_saved saved = { comm, from, to };
     d.recompute = dt__redistribute_recompute;
-    dt__redist_saved *saved = (dt__redist_saved *)dt_record_saved(y, d);
-    if (saved) {
-        saved->comm = comm;
-        saved->from = from;
-        saved->to = to;
-    }
-    return dt_error(y->ctx) == DT_OK ? y : NULL;
+    return dt__record_with(y, d, &saved);
 }
 
 static dt_tensor *dt__redistribute(
     dt_tensor *x, dt_comm *comm, dt_placement from, dt_placement to, int transient) {
-    dt_ctx *ctx = dt__op_context("dt_redistribute", x, NULL, NULL);
+    dt_ctx *ctx = dt__op_context("dt_redistribute", 1, x, NULL, NULL);
     if (!ctx) return NULL;
     if (dt_comm_size(comm) == 1) return x;
     if (from.kind == to.kind && (from.kind != DT_PLACEMENT_SHARD || from.dim == to.dim)) return x;
@@ -1398,6 +1436,96 @@ static dt_tensor *dt__redistribute(
 
 dt_tensor *dt_redistribute(dt_tensor *x, dt_comm *comm, dt_placement from, dt_placement to) {
     return dt__redistribute(x, comm, from, to, 0);
+}
+
+/* ---- all-to-all of rows ---- */
+
+/* Gathers n integers of each rank in host memory, for control flow. Like those of dt_agree, these
+   messages are not counted as traffic. */
+static dt_status dt__gather_ints(dt_comm *comm, const int32_t *mine, int32_t *all, size_t n) {
+    dt__call call = dt__call_make(DT__AGREE, mine, all, n, DT_I32);
+    call.host_memory = 1;
+    return dt__op_run(comm, call);
+}
+
+typedef struct dt__rows_saved {
+    dt_comm *comm;
+    size_t *sent, *received; /* (ranks): number of elements to and from each rank */
+} dt__rows_saved;
+
+static dt_status dt__all_to_all_back(dt_node *n) {
+    const dt__rows_saved *saved = (const dt__rows_saved *)n->saved;
+    dt_tensor *x = n->in[0];
+    int accumulate = 0;
+    void *dx = dt_grad_raw(n, 0, &accumulate);
+    accumulate = accumulate && dt__bytes(x) > 0;
+    void *to = accumulate ? dt_scratch(x->ctx, dt__bytes(x)) : dx;
+    if (!to) return dt_error(x->ctx);
+    dt_status status =
+        dt_all_to_all_v(saved->comm, n->out->grad, saved->received, to, saved->sent, x->dtype);
+    return accumulate && status == DT_OK
+               ? dt__accumulate(x->ctx, x->dtype, dx, to, (size_t)dt_count(x->shape), 1)
+               : status;
+}
+
+/* Returns the numbers of rows that this rank receives from each rank; NULL after a failure. */
+static const int64_t *dt__exchange_counts(dt_ctx *ctx, dt_comm *comm, const int64_t *send_counts) {
+    int N = dt_comm_size(comm);
+    int32_t *mine = (int32_t *)dt__meta(ctx, (size_t)(N * (N + 1)) * sizeof *mine);
+    int64_t *counts = (int64_t *)dt__meta(ctx, (size_t)N * sizeof *counts);
+    if (!mine || !counts) return NULL;
+    for (int r = 0; r < N; r++) mine[r] = (int32_t)send_counts[r];
+    if (dt__gather_ints(comm, mine, mine + N, (size_t)N) != DT_OK) return NULL;
+    for (int r = 0; r < N; r++) counts[r] = mine[N + r * N + dt_comm_rank(comm)];
+    return counts;
+}
+
+/* Returns the text of the first rule that the arguments violate, or NULL. */
+static const char *dt__all_to_all_problem(
+    const dt_tensor *x, int N, const int64_t *send_counts, const int64_t *recv_counts) {
+    int64_t sum = 0;
+    if (x->shape.nd < 1 || !send_counts) return "rows, and counts of rows to send, are needed";
+    for (int r = 0; r < N; r++) {
+        if (send_counts[r] < 0 || send_counts[r] > INT32_MAX || (recv_counts && recv_counts[r] < 0))
+            return "a count must be 0 or more, and less than 2^31";
+        sum += send_counts[r];
+    }
+    return sum == x->shape.d[0] ? NULL : "the counts of rows to send do not sum to x's rows";
+}
+
+/* dt_all_to_all_rows; transient 1: the result is a transient tensor that no backward reads. */
+static dt_tensor *dt__all_to_all_rows(dt_tensor *x, dt_comm *comm, const int64_t *send_counts,
+    const int64_t *recv_counts, int transient) {
+    const char *op = "dt_all_to_all_rows";
+    dt_ctx *ctx = dt__op_context(op, 1, x, NULL, NULL);
+    int N = dt_comm_size(comm);
+    if (!ctx) return NULL;
+    if (N == 1) return x;
+    const char *why = dt__all_to_all_problem(x, N, send_counts, recv_counts);
+    if (why) return dt__shape_error(op, x, why);
+    if (!recv_counts && !(recv_counts = dt__exchange_counts(ctx, comm, send_counts))) return NULL;
+    dt_shape shape = x->shape;
+    size_t *counts = (size_t *)dt__meta(ctx, (size_t)(2 * N) * sizeof *counts), width = 1;
+    for (int i = 1; i < shape.nd; i++) width *= (size_t)shape.d[i];
+    shape.d[0] = 0;
+    for (int r = 0; counts && r < N; r++) {
+        counts[r] = (size_t)send_counts[r] * width;
+        counts[N + r] = (size_t)recv_counts[r] * width;
+        shape.d[0] += recv_counts[r];
+    }
+    dt_tensor *y = counts ? dt__new_output(ctx, x->dtype, shape, op, transient) : NULL;
+    if (y) y->transient_grad = 1; /* the gradient is only sent back */
+    if (!y || dt_all_to_all_v(comm, x->data, counts, y->data, counts + N, x->dtype) != DT_OK)
+        return NULL;
+    dt__rows_saved saved = { comm, counts, counts + N };
+    dt_record_desc d = dt__make_record(op, x, NULL, NULL, dt__all_to_all_back, sizeof saved);
+    d.unread_inputs = 1;
+    return dt__record_with(y, d, &saved);
+}
+
+dt_tensor *dt_all_to_all_rows(
+    dt_tensor *x, dt_comm *comm, const int64_t *send_counts, const int64_t *recv_counts) {
+    return dt__all_to_all_rows(x, comm, send_counts, recv_counts, 0);
 }
 
 // ==== 13. Tensor and sequence parallelism: code =================================================
@@ -1423,15 +1551,11 @@ dt_tensor *dt_column_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_
 /* y += b + residual in one pass. b and residual may be NULL. */
 static dt_status dt__row_add_bias(dt_tensor *y, const dt_tensor *b, const dt_tensor *residual) {
     const dt_tensor *one = b ? b : residual, *other = b && residual ? residual : y;
-    dt_binary_args a;
     if (!one) return DT_OK;
-    memset(&a, 0, sizeof a);
-    a.dtype = y->dtype;
-    a.op = DT_ADD;
-    a.out = y->data;
+    dt_binary_args a = {
+        .dtype = y->dtype, .op = DT_ADD, .out = y->data, .a = other->data, .b = one->data
+    };
     a.accumulate = other == residual;
-    a.a = other->data;
-    a.b = one->data;
     dt__broadcast(other->shape, one->shape, &a.shape, a.stride_a, a.stride_b);
     return DT__KERNEL(y->ctx, "dt_row_linear", binary, &a);
 }
@@ -1456,8 +1580,8 @@ dt_tensor *dt_row_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_tensor *re
     dt_linear_desc plain = { DT_ACT_NONE, residual };
     if (dt_comm_size(comm) == 1 || !x) return dt_linear_at(x, w, b, plain);
     dt_linear_desc none = { 0, NULL };
-    dt_tensor *sum = dt__linear(x, w, NULL, none, 1);
-    dt_ctx *ctx = sum ? dt__float_op_context("dt_row_linear", sum, b, residual) : NULL;
+    dt_tensor *sum = dt__linear(x, w, NULL, none, NULL, DT__LINEAR_TRANSIENT);
+    dt_ctx *ctx = sum ? dt__float_op_context("dt_row_linear", 1, sum, b, residual) : NULL;
     dt_tensor *y = ctx ? dt__redist_new(sum, comm, DT_PARTIAL, outside, 0) : NULL;
     if (!y) return NULL;
     int64_t out = (int64_t)dt__last_dim(y);
@@ -1484,47 +1608,42 @@ static dt_status dt__vocab_gather(void *user, const double *mine, double *each, 
     return dt_all_gather((dt_comm *)user, mine, each, count, DT_F64);
 }
 
-/* Returns d restricted to this rank's columns. Each rank has `columns` columns, in rank order.
-   `all` is the number of real columns (without padding) of all ranks together. */
-static dt_loss_desc dt__vocab_desc(dt_loss_desc d, dt_comm *comm, int64_t columns, int64_t all) {
-    d.shard.count = dt_comm_size(comm);
-    d.shard.offset = dt_comm_rank(comm) * columns;
-    d.shard.full_vocab = all;
-    d.shard.gather = dt__vocab_gather;
-    d.shard.user = comm;
-    int64_t here = all - d.shard.offset;
-    d.vocab = here < 0 ? 0 : here < columns ? here : columns;
-    return d;
+/* Restricts *d to this rank's columns. t has `columns` of the `all` columns of the group, which are
+   sharded in rank order. Returns 1, or 0 after failing the context if d->vocab does not fit. */
+static int dt__vocab_desc(const char *op, const dt_tensor *t, int64_t columns, int64_t all,
+    dt_comm *comm, dt_loss_desc *d) {
+    int64_t offset = dt_comm_rank(comm) * columns, full = d->vocab ? d->vocab : all;
+    int64_t here = full - offset;
+    if (full < 0 || full > all)
+        return dt_fail(t->ctx, DT_ERR_ARG, "%s(%s): vocab %lld of %lld columns", op, t->name,
+                   (long long)full, (long long)all) == DT_OK;
+    dt_vocab_shard shard = { dt_comm_size(comm), offset, full, dt__vocab_gather, comm };
+    d->shard = shard;
+    d->vocab = here < 0 ? 0 : here < columns ? here : columns;
+    return 1;
 }
 
 dt_tensor *dt_vocab_cross_entropy(
     dt_tensor *logits, dt_tensor *labels, double denominator, dt_loss_desc desc, dt_comm *comm) {
-    if (dt_comm_size(comm) == 1 || !logits)
-        return dt_cross_entropy_at(logits, labels, denominator, desc);
-    int64_t columns = (int64_t)dt__last_dim(logits), all = columns * dt_comm_size(comm);
-    if (desc.vocab < 0 || desc.vocab > all) {
-        dt_fail(logits->ctx, DT_ERR_ARG, "dt_vocab_cross_entropy(%s): vocab %lld of %lld columns",
-            logits->name, (long long)desc.vocab, (long long)all);
-        return NULL;
+    if (dt_comm_size(comm) > 1 && logits) {
+        int64_t columns = (int64_t)dt__last_dim(logits), all = columns * dt_comm_size(comm);
+        if (!dt__vocab_desc("dt_vocab_cross_entropy", logits, columns, all, comm, &desc))
+            return NULL;
     }
-    return dt_cross_entropy_at(logits, labels, denominator,
-        dt__vocab_desc(desc, comm, columns, desc.vocab ? desc.vocab : all));
+    return dt_cross_entropy_at(logits, labels, denominator, desc);
 }
 
 dt_tensor *dt_vocab_linear_cross_entropy(dt_tensor *x, dt_tensor *w, dt_tensor *labels,
     double denominator, dt_loss_desc desc, dt_comm *comm, dt_placement outside) {
-    if (dt_comm_size(comm) == 1 || !w || w->shape.nd < 1)
-        return dt_linear_cross_entropy(x, w, labels, denominator, desc);
-    const dt_param_info *p = dt__owner(w)->param; /* w may be a view */
-    int64_t columns = w->shape.d[0];
-    int64_t all = p && p->full.nd == w->shape.nd ? p->full.d[0] : columns * dt_comm_size(comm);
-    if (desc.vocab < 0 || desc.vocab > all) {
-        dt_fail(w->ctx, DT_ERR_ARG, "dt_vocab_linear_cross_entropy(%s): vocab %lld of %lld columns",
-            w->name, (long long)desc.vocab, (long long)all);
-        return NULL;
+    if (dt_comm_size(comm) > 1 && w && w->shape.nd > 0) {
+        const dt_param_info *p = dt__owner(w)->param; /* w may be a view */
+        int64_t columns = w->shape.d[0];
+        int64_t all = p && p->full.nd == w->shape.nd ? p->full.d[0] : columns * dt_comm_size(comm);
+        if (!dt__vocab_desc("dt_vocab_linear_cross_entropy", w, columns, all, comm, &desc))
+            return NULL;
+        x = dt_tp_enter(x, comm, outside);
     }
-    desc = dt__vocab_desc(desc, comm, columns, desc.vocab ? desc.vocab : all);
-    return dt_linear_cross_entropy(dt_tp_enter(x, comm, outside), w, labels, denominator, desc);
+    return dt_linear_cross_entropy(x, w, labels, denominator, desc);
 }
 
 dt_kv_groups dt_kv_split(dt_ctx *ctx, dt_comm *tp, int kv_heads) {
@@ -1561,10 +1680,8 @@ static dt_status dt__distribute_axis(dt__redist m, dt_placement to) {
     }
     if (me == 0 && out && !(m.scratch = dt_scratch(m.ctx, (size_t)n * bytes)))
         return dt_error(m.ctx);
-    for (int r = 0; me == 0 && r < n; r++)
-        if (dt__extract_shard(
-                &m, m.in_shape, to.dim, r, (char *)m.scratch + (size_t)r * bytes, m.in) != DT_OK)
-            return dt_error(m.ctx);
+    if (me == 0 && dt__extract_shards(&m, m.in_shape, to.dim, m.scratch, m.in) != DT_OK)
+        return dt_error(m.ctx);
     return dt_scatter(m.comm, m.scratch, m.out, out, m.dtype, 0);
 }
 
@@ -1592,12 +1709,7 @@ dt_tensor *dt_distribute(dt_ctx *ctx, dt_dtype dtype, dt_shape full, const void 
         local = dt_input(ctx, dtype, full, host);
     }
     for (int i = 0; i < n && dt_error(ctx) == DT_OK; i++) {
-        dt__redist m;
-        memset(&m, 0, sizeof m);
-        m.ctx = ctx;
-        m.comm = axes[i].comm;
-        m.dtype = dtype;
-        m.in_shape = full;
+        dt__redist m = { .ctx = ctx, .comm = axes[i].comm, .dtype = dtype, .in_shape = full };
         full = dt__redist_shape(full, dt_comm_size(m.comm), DT_REPLICATE, axes[i].placement);
         if (full.nd < 0) {
             dt_fail(ctx, DT_ERR_SHAPE,
@@ -1662,7 +1774,7 @@ dt_status dt_cp_check(
     if (c < 2) return DT_OK;
     if (T < chunks || T % chunks != 0) {
         int64_t less = T < chunks ? 0 : T / chunks * chunks,
-                more = dt__add_saturating(less, chunks);
+                more = dt__saturate((dt__uint128)less + (uint64_t)chunks);
         return dt__strbuf_add(&t,
             "%s over cp %d splits a sequence into %lld equal chunks, which %lld tokens do not "
             "give; use %lld or %lld",
@@ -1678,9 +1790,13 @@ dt_status dt_cp_check(
         c, (long long)heads, (long long)kv_heads);
 }
 
-/* Minimum and maximum of the positions and documents of the tokens in one chunk of a sequence. */
+typedef struct dt__range {
+    int32_t min, max;
+} dt__range;
+
+/* The positions and documents of the tokens in one chunk of a sequence. */
 typedef struct dt__chunk_range {
-    int32_t min_position, max_position, min_document, max_document;
+    dt__range position, document;
     int contiguous; /* 1 if each token's position is the previous token's position plus 1 */
 } dt__chunk_range;
 
@@ -1699,30 +1815,19 @@ struct dt_cp {
     dt__chunk_range *ranges; /* (B, c * chunks_per_rank): the range of each chunk */
 };
 
-/* Returns this rank's columns of `full` (B,T). */
-static dt_tensor *dt__cp_local(const dt_cp *cp, dt_tensor *full) {
-    int64_t own = cp->desc.tokens / dt_comm_size(cp->comm);
-    return full ? dt_slice(full, 1, dt_comm_rank(cp->comm) * own, own) : NULL;
-}
-
-static void dt__cp_chunk_range(
-    const dt_cp *cp, const int32_t *positions, const int32_t *documents, dt__chunk_range *range) {
-    *range = (dt__chunk_range){
-        .min_position = positions[0], .max_position = positions[0], .contiguous = 1
-    };
-    if (documents) range->min_document = range->max_document = documents[0];
-    for (int64_t i = 1; i < cp->chunk_tokens; i++) {
-        if (positions[i] < range->min_position) range->min_position = positions[i];
-        if (positions[i] > range->max_position) range->max_position = positions[i];
-        if (documents && documents[i] < range->min_document) range->min_document = documents[i];
-        if (documents && documents[i] > range->max_document) range->max_document = documents[i];
-        range->contiguous &= positions[i] == positions[0] + i;
+static dt__range dt__range_of(const int32_t *x, int64_t n) {
+    dt__range range = { x[0], x[0] };
+    for (int64_t i = 1; i < n; i++) {
+        if (x[i] < range.min) range.min = x[i];
+        if (x[i] > range.max) range.max = x[i];
     }
+    return range;
 }
 
 /* Stores the caller's positions, or the positions of dt_cp_token if the caller passed none. */
 static dt_status dt__cp_fill_positions(dt_cp *cp) {
-    int64_t B = cp->desc.batch, T = cp->desc.tokens, own = T / dt_comm_size(cp->comm);
+    int64_t B = cp->desc.batch, T = cp->desc.tokens, own = T / dt_comm_size(cp->comm),
+            n = cp->chunk_tokens;
     size_t bytes = (size_t)(B * T) * sizeof(int32_t);
     /* One extra byte, so that the allocation is never empty. */
     int32_t *at = (int32_t *)dt_alloc(cp->ctx, DT_MEM_HOST, bytes + 1, "positions");
@@ -1733,17 +1838,21 @@ static dt_status dt__cp_fill_positions(dt_cp *cp) {
                                 ? cp->desc.positions[b * T + i]
                                 : (int32_t)dt_cp_token(cp->desc.kind, T, dt_comm_size(cp->comm),
                                       (int)(i / own), i % own);
-    for (int64_t p = 0; p < B * T / cp->chunk_tokens; p++)
-        dt__cp_chunk_range(cp, at + p * cp->chunk_tokens,
-            cp->desc.documents ? cp->desc.documents + p * cp->chunk_tokens : NULL, &cp->ranges[p]);
+    for (int64_t p = 0; p < B * T / n; p++) {
+        dt__chunk_range *range = &cp->ranges[p];
+        range->position = dt__range_of(at + p * n, n);
+        if (cp->desc.documents) range->document = dt__range_of(cp->desc.documents + p * n, n);
+        range->contiguous = 1;
+        for (int64_t i = p * n; i < (p + 1) * n; i++)
+            range->contiguous &= at[i] == at[p * n] + (i - p * n);
+    }
     cp->positions = dt_input(cp->ctx, DT_I32, DT_SHAPE(B, T), at);
     if (cp->desc.documents)
         cp->documents = dt_input(cp->ctx, DT_I32, DT_SHAPE(B, T), cp->desc.documents);
     dt_free(cp->ctx, DT_MEM_HOST, at, bytes + 1);
-    if (cp->desc.kind == DT_CP_ALLGATHER) {
-        cp->local[0] = dt__cp_local(cp, cp->positions);
-        cp->local[1] = dt__cp_local(cp, cp->documents);
-    }
+    dt_tensor *full[2] = { cp->positions, cp->documents };
+    for (int i = 0; i < 2 && cp->desc.kind == DT_CP_ALLGATHER; i++)
+        if (full[i]) cp->local[i] = dt_slice(full[i], 1, dt_comm_rank(cp->comm) * own, own);
     cp->explicit_positions = cp->desc.positions != NULL;
     cp->desc.positions = cp->desc.documents = NULL; /* the caller may free them */
     return dt_error(cp->ctx);
@@ -1758,7 +1867,7 @@ dt_cp *dt_cp_make(dt_ctx *ctx, dt_comm *comm, dt_cp_desc d) {
             (long long)d.tokens);
         return NULL;
     }
-    if (c == 1) d.kind = DT_CP_RING; /* on one rank the kind has no effect */
+    if (c == 1) d.kind = DT_CP_ULYSSES; /* on one rank its exchanges are identities */
     if (dt_cp_check(d.kind, d.tokens, c, c, c, why, sizeof why) != DT_OK) {
         dt_fail(ctx, DT_ERR_SHAPE, "dt_cp_make: %s", why);
         return NULL;
@@ -1777,34 +1886,37 @@ dt_cp *dt_cp_make(dt_ctx *ctx, dt_comm *comm, dt_cp_desc d) {
 
 /* ---- ring attention ---- */
 
-/* The mask between a chunk of queries and a chunk of keys: the queries attend to none of the keys,
-   to some, to all, or to those that the causal mask allows. */
-enum {
-    DT__MASK_EMPTY,
-    DT__MASK_MIXED,
-    DT__MASK_FULL,
-    DT__MASK_CAUSAL /* the two chunks are the same tokens, with consecutive positions */
-};
-
-static int dt__chunk_mask(const dt_cp *cp, int64_t sequence, int64_t query, int64_t key) {
+/* Sets *mask for a chunk of queries and a chunk of keys of a sequence. Returns 0 if no query
+   attends to a key. A mask of positions and documents is slower than none and than the causal mask
+   of consecutive tokens, so it is used only where it is needed. */
+static int dt__ring_mask(
+    const dt_cp *cp, int64_t sequence, int64_t query, int64_t key, dt_attention_mask *mask) {
     const dt__chunk_range *ranges =
         cp->ranges + sequence * dt_comm_size(cp->comm) * cp->chunks_per_rank;
     const dt__chunk_range *q = &ranges[query], *k = &ranges[key];
-    int same_document = q->min_document == q->max_document && k->min_document == k->max_document &&
-                        q->min_document == k->min_document;
-    if (q->max_document < k->min_document || k->max_document < q->min_document ||
-        (!cp->desc.full && q->max_position < k->min_position))
-        return DT__MASK_EMPTY;
-    if (same_document && (cp->desc.full || q->min_position >= k->max_position))
-        return DT__MASK_FULL;
-    return same_document && query == key && q->contiguous ? DT__MASK_CAUSAL : DT__MASK_MIXED;
+    int same_document = q->document.min == q->document.max && k->document.min == k->document.max &&
+                        q->document.min == k->document.min;
+    memset(mask, 0, sizeof *mask);
+    if (q->document.max < k->document.min || k->document.max < q->document.min ||
+        (!cp->desc.full && q->position.max < k->position.min))
+        return 0;
+    if (same_document && (cp->desc.full || q->position.min >= k->position.max)) return 1;
+    mask->causal = !cp->desc.full;
+    if (same_document && query == key && q->contiguous) return 1;
+    const int32_t *positions = (const int32_t *)cp->positions->data + sequence * cp->desc.tokens;
+    mask->q_position = positions + query * cp->chunk_tokens;
+    mask->k_position = positions + key * cp->chunk_tokens;
+    if (!cp->documents) return 1;
+    const int32_t *documents = (const int32_t *)cp->documents->data + sequence * cp->desc.tokens;
+    mask->q_document = documents + query * cp->chunk_tokens;
+    mask->k_document = documents + key * cp->chunk_tokens;
+    return 1;
 }
 
 /* State of one ring attention; dout is NULL in the forward. Arrays are
    (B,chunks_per_rank,chunk_tokens, ..), except lse, which is (B,chunks_per_rank,H,chunk_tokens). */
 typedef struct dt__ring {
     const dt_cp *cp;
-    const char *name;
     dt_dtype dtype;
     int64_t H, K, D;
     const char *q, *out, *dout;
@@ -1815,58 +1927,35 @@ typedef struct dt__ring {
     size_t work_bytes;
 } dt__ring;
 
-/* Returns the offset in bytes of this rank's chunk number `part` of a sequence, in an array with
-   `width` elements of `size` bytes for each token. */
-static size_t dt__ring_offset(
-    const dt__ring *r, int64_t sequence, int64_t part, int64_t width, size_t size) {
-    return (size_t)((sequence * r->cp->chunks_per_rank + part) * r->cp->chunk_tokens * width) *
-           size;
-}
-
-static dt_attention_mask dt__ring_mask(
-    const dt_cp *cp, int mask_kind, int64_t sequence, int64_t query, int64_t key) {
-    dt_attention_mask s = { .causal = mask_kind == DT__MASK_CAUSAL };
-    if (mask_kind != DT__MASK_MIXED) return s;
-    const int32_t *positions = (const int32_t *)cp->positions->data + sequence * cp->desc.tokens;
-    s.causal = !cp->desc.full;
-    s.q_position = positions + query * cp->chunk_tokens;
-    s.k_position = positions + key * cp->chunk_tokens;
-    if (!cp->documents) return s;
-    const int32_t *documents = (const int32_t *)cp->documents->data + sequence * cp->desc.tokens;
-    s.q_document = documents + query * cp->chunk_tokens;
-    s.k_document = documents + key * cp->chunk_tokens;
-    return s;
-}
-
 /* One step of the ring, with online softmax: computes the attention, or its backward, of this
    rank's queries over the keys and values of rank `from`. In the forward the kernel performs the
-   log-sum-exp merge with the earlier steps, which are in result and lse. dk and dv (backward only)
+   log-sum-exp merge with the earlier steps, which are in result and lse. `grads` (backward only)
    are the gradients of these keys and values in the accumulation type; the step adds to them. */
 static dt_status dt__ring_step(
-    const dt__ring *r, int from, const char *keys, const char *values, char *dk, char *dv) {
+    const dt__ring *r, int from, char *const kv[2], char *const grads[2]) {
+    const char *op = "dt_cp_attention";
     const dt_cp *cp = r->cp;
     dt_ctx *ctx = cp->ctx;
     size_t size = dt_dtype_size(r->dtype), wide = dt_dtype_size(dt__wide(r->dtype, 1));
-    for (int64_t i = 0; i < cp->desc.batch * cp->chunks_per_rank * cp->chunks_per_rank; i++) {
-        int64_t s = i / (cp->chunks_per_rank * cp->chunks_per_rank),
-                qp = i / cp->chunks_per_rank % cp->chunks_per_rank, kp = i % cp->chunks_per_rank;
-        int64_t query = dt_comm_rank(cp->comm) * cp->chunks_per_rank + qp,
-                key = (int64_t)from * cp->chunks_per_rank + kp;
-        int mask_kind = dt__chunk_mask(cp, s, query, key);
-        if (mask_kind == DT__MASK_EMPTY) continue;
-        size_t q_at = dt__ring_offset(r, s, qp, r->H * r->D, 1),
-               k_at = dt__ring_offset(r, s, kp, r->K * r->D, 1);
-        char *lse = r->lse + dt__ring_offset(r, s, qp, r->H, wide);
-        const char *q = r->q + q_at * size;
+    int64_t n = cp->chunks_per_rank;
+    for (int64_t i = 0; i < cp->desc.batch * n * n; i++) {
+        int64_t s = i / (n * n), qp = i / n % n, kp = i % n;
+        int64_t query = dt_comm_rank(cp->comm) * n + qp, key = (int64_t)from * n + kp;
+        dt_attention_mask mask;
+        if (!dt__ring_mask(cp, s, query, key, &mask)) continue;
+        size_t q_token = (size_t)((s * n + qp) * cp->chunk_tokens),
+               k_token = (size_t)((s * n + kp) * cp->chunk_tokens);
+        size_t q_at = q_token * (size_t)(r->H * r->D), k_at = k_token * (size_t)(r->K * r->D);
+        char *lse = r->lse + q_token * (size_t)r->H * wide;
+        const char *q = r->q + q_at * size, *k = kv[0] + k_at * size, *v = kv[1] + k_at * size;
         double scale = 1.0 / sqrt((double)r->D);
-        dt_attention_mask mask = dt__ring_mask(cp, mask_kind, s, query, key);
         if (!r->dout) {
             dt_attention_args a = { .dtype = r->dtype,
                 .out = r->result + q_at * wide,
                 .lse = lse,
                 .q = q,
-                .k = keys + k_at * size,
-                .v = values + k_at * size,
+                .k = k,
+                .v = v,
                 .batch = 1,
                 .tq = cp->chunk_tokens,
                 .tk = cp->chunk_tokens,
@@ -1879,18 +1968,18 @@ static dt_status dt__ring_step(
                 .wide = 1,
                 .work = r->work,
                 .work_bytes = r->work_bytes };
-            if (DT__KERNEL(ctx, r->name, attention, &a) != DT_OK) return dt_error(ctx);
+            if (DT__KERNEL(ctx, op, attention, &a) != DT_OK) return dt_error(ctx);
         } else {
             dt_attention_back_args a = { .dtype = r->dtype,
                 .dq = r->result ? r->result + q_at * wide : NULL,
-                .dk = dk ? dk + k_at * wide : NULL,
-                .dv = dv ? dv + k_at * wide : NULL,
+                .dk = grads[0] ? grads[0] + k_at * wide : NULL,
+                .dv = grads[1] ? grads[1] + k_at * wide : NULL,
                 .dout = r->dout + q_at * size,
                 .out = r->out + q_at * wide,
                 .lse = lse,
                 .q = q,
-                .k = keys + k_at * size,
-                .v = values + k_at * size,
+                .k = k,
+                .v = v,
                 .batch = 1,
                 .tq = cp->chunk_tokens,
                 .tk = cp->chunk_tokens,
@@ -1905,35 +1994,29 @@ static dt_status dt__ring_step(
                 .wide = 1,
                 .work = r->work,
                 .work_bytes = r->work_bytes };
-            if (DT__KERNEL(ctx, r->name, attention_back, &a) != DT_OK) return dt_error(ctx);
+            if (DT__KERNEL(ctx, op, attention_back, &a) != DT_OK) return dt_error(ctx);
         }
     }
     return DT_OK;
 }
 
-/* A hop around the ring: the four messages with which a rank sends two arrays to its right
-   neighbour and receives two arrays from its left neighbour. */
+/* Starts a hop around the ring: sends two arrays to the right neighbour and receives two arrays
+   from the left neighbour. */
 enum { DT__RING_TAG = 1020 }; /* small enough for every MPI library */
-typedef struct dt__ring_hop {
-    dt_work *work[4];
-} dt__ring_hop;
-
-static dt__ring_hop dt__ring_send(const dt_cp *cp, const void *a, const void *b, void *to_a,
-    void *to_b, size_t count, dt_dtype dtype, int tag) {
-    int c = dt_comm_size(cp->comm), me = dt_comm_rank(cp->comm), right = (me + 1) % c,
-        left = (me + c - 1) % c;
-    dt__ring_hop hop;
-    hop.work[0] = dt_send_start(cp->comm, a, count, dtype, right, DT__RING_TAG + tag);
-    hop.work[1] = dt_send_start(cp->comm, b, count, dtype, right, DT__RING_TAG + tag + 1);
-    hop.work[2] = dt_recv_start(cp->comm, to_a, count, dtype, left, DT__RING_TAG + tag);
-    hop.work[3] = dt_recv_start(cp->comm, to_b, count, dtype, left, DT__RING_TAG + tag + 1);
-    return hop;
+static void dt__ring_start(const dt_cp *cp, char *const from[2], char *const to[2], size_t count,
+    dt_dtype dtype, int tag, dt_work *hop[4]) {
+    int c = dt_comm_size(cp->comm), me = dt_comm_rank(cp->comm);
+    for (int i = 0; i < 2; i++)
+        hop[i] = dt_send_start(cp->comm, from[i], count, dtype, (me + 1) % c, tag + i);
+    for (int i = 0; i < 2; i++)
+        hop[2 + i] = dt_recv_start(cp->comm, to[i], count, dtype, (me + c - 1) % c, tag + i);
 }
 
-static dt_status dt__ring_wait(dt_ctx *ctx, dt__ring_hop *hop) {
-    for (int i = 0; i < 4; i++) dt_wait(ctx, hop->work[i]);
-    memset(hop, 0, sizeof *hop);
-    return dt_error(ctx);
+static void dt__ring_wait(dt_ctx *ctx, dt_work *hop[4]) {
+    for (int i = 0; i < 4; i++) {
+        dt_wait(ctx, hop[i]);
+        hop[i] = NULL;
+    }
 }
 
 /* Divides a buffer from the pool into n arrays of `bytes` bytes each; the caller releases
@@ -1945,85 +2028,54 @@ static int dt__ring_buffers(dt_ctx *ctx, size_t bytes, int n, char **arrays) {
     return all != NULL;
 }
 
-static dt__ring dt__ring_make(
-    const char *name, dt_cp *cp, const dt_tensor *q, const dt_tensor *keys) {
-    dt__ring r;
-    memset(&r, 0, sizeof r);
-    r.cp = cp;
-    r.name = name;
-    r.dtype = q->dtype;
-    r.H = q->shape.d[2];
-    r.K = keys->shape.d[2];
-    r.D = q->shape.d[3];
-    r.q = (const char *)q->data;
+static dt__ring dt__ring_make(const dt_cp *cp, const dt_tensor *q, const dt_tensor *keys) {
+    dt__ring r = { .cp = cp,
+        .dtype = q->dtype,
+        .H = q->shape.d[2],
+        .K = keys->shape.d[2],
+        .D = q->shape.d[3],
+        .q = (const char *)q->data };
     r.work_bytes = dt__scratch_bytes(cp->ctx, dt_attention_work(cp->chunk_tokens, r.D, r.dtype));
     r.work = dt_scratch(cp->ctx, r.work_bytes);
     return r;
 }
 
-/* Ring attention, forward. Step s computes with the keys and values of rank me - s while these keys
-   and values are sent to the right neighbour. */
-static dt_status dt__ring_forward(dt__ring *r, const dt_tensor *keys, const dt_tensor *values) {
+/* Ring attention. Step s computes with the keys and values of rank me - s while these travel on to
+   the right neighbour. In the backward (r->dout) their gradients follow them. The gradient of a
+   rank's keys and values starts at the rank's right neighbour, and each rank on the way adds its
+   part. After c - 1 hops the gradient arrives at the rank that owns the keys and values, which adds
+   it to the part in dk and dv that it computed in step 0. A rank computes its own part before it
+   waits for the received gradient, so that this transfer overlaps with computation too. */
+static dt_status dt__ring_run(
+    const dt__ring *r, const dt_tensor *keys, const dt_tensor *values, char *dk, char *dv) {
     dt_ctx *ctx = r->cp->ctx;
-    int c = dt_comm_size(r->cp->comm), me = dt_comm_rank(r->cp->comm);
-    const char *current[2] = { (const char *)keys->data, (const char *)values->data };
-    char *kv[4];
-    dt__ring_hop hop;
-    if (!r->work || !dt__ring_buffers(ctx, dt__bytes(keys), 4, kv)) return dt_error(ctx);
-    for (int s = 0; s < c && dt_error(ctx) == DT_OK; s++) {
-        char **next = &kv[s % 2 * 2];
-        memset(&hop, 0, sizeof hop);
-        if (s < c - 1)
-            hop = dt__ring_send(r->cp, current[0], current[1], next[0], next[1],
-                (size_t)dt_count(keys->shape), r->dtype, 0);
-        dt__ring_step(r, (me - s + c) % c, current[0], current[1], NULL, NULL);
-        dt__ring_wait(ctx, &hop);
-        current[0] = next[0];
-        current[1] = next[1];
-    }
-    dt__buffer_release(ctx, kv[0]);
-    return dt_error(ctx);
-}
-
-/* Ring attention, backward. Keys and values go around the ring once more, followed by their
-   gradients. The gradient of a rank's keys and values starts at the rank's right neighbour, and
-   each rank on the way adds its part. After c - 1 hops the gradient arrives at the rank that owns
-   the keys and values, which adds its own part last. A rank computes its own part before it waits
-   for the received gradient, so that this transfer overlaps with computation too. */
-static dt_status dt__ring_backward(
-    dt__ring *r, const dt_tensor *keys, const dt_tensor *values, char *dk, char *dv) {
-    dt_ctx *ctx = r->cp->ctx;
-    int c = dt_comm_size(r->cp->comm), me = dt_comm_rank(r->cp->comm);
+    int c = dt_comm_size(r->cp->comm), me = dt_comm_rank(r->cp->comm), backward = r->dout != NULL;
     size_t count = (size_t)dt_count(keys->shape);
     dt_dtype wide = dt__wide(r->dtype, 1);
-    const char *current[2] = { (const char *)keys->data, (const char *)values->data };
-    char *kv[4], *sums[6];
-    dt__ring_hop hop, grad_hop;
-    memset(&grad_hop, 0, sizeof grad_hop);
+    char *current[2] = { (char *)keys->data, (char *)values->data }, *own[2] = { dk, dv };
+    char *kv[4], *sums[6] = { NULL }, **received = &sums[4];
+    dt_work *hop[4] = { NULL }, *grad_hop[4] = { NULL };
     if (!r->work || !dt__ring_buffers(ctx, dt__bytes(keys), 4, kv)) return dt_error(ctx);
-    dt__ring_buffers(ctx, count * dt_dtype_size(wide), 6, sums);
+    if (backward) dt__ring_buffers(ctx, count * dt_dtype_size(wide), 6, sums);
     for (int s = 0; s < c && dt_error(ctx) == DT_OK; s++) {
-        char **next = &kv[s % 2 * 2], **partial = &sums[s % 2 * 2], **received_sums = &sums[4];
-        memset(&hop, 0, sizeof hop);
-        if (s < c - 1)
-            hop =
-                dt__ring_send(r->cp, current[0], current[1], next[0], next[1], count, r->dtype, 0);
-        for (int i = 0; i < 2 && s > 0; i++) dt__fill(ctx, wide, partial[i], count, 0);
-        dt__ring_step(
-            r, (me - s + c) % c, current[0], current[1], s ? partial[0] : dk, s ? partial[1] : dv);
-        dt__ring_wait(ctx, &hop);
-        if (s > 1) dt__ring_wait(ctx, &grad_hop);
-        for (int i = 0; i < 2 && s > 1; i++)
-            dt__accumulate(ctx, wide, partial[i], received_sums[i], count, 1);
-        if (s > 0)
-            grad_hop = dt__ring_send(
-                r->cp, partial[0], partial[1], received_sums[0], received_sums[1], count, wide, 2);
+        char **next = &kv[s % 2 * 2], **part = s ? &sums[s % 2 * 2] : own;
+        if (s < c - 1) dt__ring_start(r->cp, current, next, count, r->dtype, DT__RING_TAG, hop);
+        for (int i = 0; i < 2 && backward && s > 0; i++) dt__fill(ctx, wide, part[i], count, 0);
+        dt__ring_step(r, (me - s + c) % c, current, part);
+        dt__ring_wait(ctx, hop);
+        if (backward && s > 0) {
+            dt__ring_wait(ctx, grad_hop);
+            for (int i = 0; i < 2 && s > 1; i++)
+                dt__accumulate(ctx, wide, part[i], received[i], count, 1);
+            dt__ring_start(r->cp, part, received, count, wide, DT__RING_TAG + 2, grad_hop);
+        }
         current[0] = next[0];
         current[1] = next[1];
     }
-    dt__ring_wait(ctx, &grad_hop);
-    if (dk && dt_error(ctx) == DT_OK) dt__accumulate(ctx, wide, dk, sums[4], count, 1);
-    if (dv && dt_error(ctx) == DT_OK) dt__accumulate(ctx, wide, dv, sums[5], count, 1);
+    dt__ring_wait(ctx, grad_hop);
+    for (int i = 0; i < 2; i++)
+        if (own[i] && dt_error(ctx) == DT_OK)
+            dt__accumulate(ctx, wide, own[i], received[i], count, 1);
     dt__buffer_release(ctx, kv[0]);
     dt__buffer_release(ctx, sums[0]);
     return dt_error(ctx);
@@ -2034,18 +2086,36 @@ typedef struct dt__ring_saved {
     dt_tensor *lse;
 } dt__ring_saved;
 
-/* Returns an array of the accumulation type for tensor t: `own` if t has this type, else a buffer
-   from the pool. */
+/* Converts n numbers: out (+)= in. */
+static dt_status dt__cp_cast(dt_ctx *ctx, dt_dtype dtype, void *out, dt_dtype from, const void *in,
+    size_t n, int accumulate) {
+    dt_cast_args a = {
+        .dtype = dtype, .from = from, .out = out, .in = in, .count = n, .accumulate = accumulate
+    };
+    return DT__KERNEL(ctx, "dt_cp_attention", cast, &a);
+}
+
+/* Returns an array of the accumulation type for the array `own` of tensor t: `own` if t has this
+   type, else a buffer from the pool. dt__ring_narrow converts the buffer to `own` and releases
+   it. */
 static char *dt__ring_wide(const dt_tensor *t, void *own) {
     if (!dt__narrow(t->dtype)) return (char *)own;
     return (char *)dt__buffer_acquire(
         t->ctx, DT_MEM_COMM, (size_t)dt_count(t->shape) * sizeof(float));
 }
 
+static void dt__ring_narrow(const dt_tensor *t, void *own, void *buffer, int accumulate) {
+    if (buffer == own) return;
+    if (dt_error(t->ctx) == DT_OK)
+        dt__cp_cast(t->ctx, t->dtype, own, DT_F32, buffer, (size_t)dt_count(t->shape), accumulate);
+    dt__buffer_release(t->ctx, buffer);
+}
+
 static dt_status dt__ring_back(dt_node *n) {
     const dt__ring_saved *saved = (const dt__ring_saved *)n->saved;
-    dt_ctx *ctx = n->out->ctx;
-    dt_dtype dtype = n->out->dtype, wide = dt__wide(dtype, 1);
+    dt_tensor *y = n->out;
+    dt_ctx *ctx = y->ctx;
+    dt_dtype wide = dt__wide(y->dtype, 1);
     char *grad[3] = { NULL, NULL, NULL }, *sum[3] = { NULL, NULL, NULL };
     int accumulate[3] = { 0, 0, 0 };
     for (int i = 0; i < 3; i++) {
@@ -2055,31 +2125,17 @@ static dt_status dt__ring_back(dt_node *n) {
         sum[i] = dt__ring_wide(n->in[i], grad[i]);
         if (sum[i] && (sum[i] != grad[i] || !accumulate[i])) dt__fill(ctx, wide, sum[i], count, 0);
     }
-    dt__ring r = dt__ring_make(n->name, saved->cp, n->in[0], n->in[1]);
-    char *out = dt__ring_wide(n->out, n->out->data);
-    dt_cast_args widen = { .dtype = wide,
-        .from = dtype,
-        .out = out,
-        .in = n->out->data,
-        .count = (size_t)dt_count(n->out->shape) };
-    if (out && out != n->out->data) DT__KERNEL(ctx, n->name, cast, &widen);
+    dt__ring r = dt__ring_make(saved->cp, n->in[0], n->in[1]);
+    char *out = dt__ring_wide(y, y->data);
+    if (out && out != y->data)
+        dt__cp_cast(ctx, wide, out, y->dtype, y->data, (size_t)dt_count(y->shape), 0);
     r.out = out;
-    r.dout = (const char *)n->out->grad;
+    r.dout = (const char *)y->grad;
     r.lse = (char *)saved->lse->data;
     r.result = sum[0];
-    if (dt_error(ctx) == DT_OK) dt__ring_backward(&r, n->in[1], n->in[2], sum[1], sum[2]);
-    for (int i = 0; i < 3; i++) {
-        dt_cast_args a = { .dtype = dtype,
-            .from = wide,
-            .out = grad[i],
-            .in = sum[i],
-            .count = (size_t)dt_count(n->in[i]->shape),
-            .accumulate = accumulate[i] };
-        if (dt_error(ctx) == DT_OK && sum[i] != grad[i]) DT__KERNEL(ctx, n->name, cast, &a);
-    }
-    for (int i = 0; i < 3; i++)
-        if (sum[i] != grad[i]) dt__buffer_release(ctx, sum[i]);
-    if (out != n->out->data) dt__buffer_release(ctx, out);
+    if (dt_error(ctx) == DT_OK) dt__ring_run(&r, n->in[1], n->in[2], sum[1], sum[2]);
+    for (int i = 0; i < 3; i++) dt__ring_narrow(n->in[i], grad[i], sum[i], accumulate[i]);
+    if (out != y->data) dt__buffer_release(ctx, out);
     return dt_error(ctx);
 }
 
@@ -2092,26 +2148,16 @@ static dt_tensor *dt__cp_ring_attention(
         DT_SHAPE(cp->desc.batch, cp->chunks_per_rank, q->shape.d[2], cp->chunk_tokens);
     dt_tensor *y = dt_new(ctx, q->dtype, q->shape), *lse = dt_new(ctx, wide, per_part);
     if (!y || !lse) return NULL;
-    dt__ring r = dt__ring_make(op, cp, q, keys);
+    dt__ring r = dt__ring_make(cp, q, keys);
     r.lse = (char *)lse->data;
     r.result = dt__ring_wide(y, y->data);
     if (r.result && dt__fill(ctx, wide, r.result, (size_t)dt_count(y->shape), 0) == DT_OK &&
         dt__fill(ctx, wide, r.lse, (size_t)dt_count(per_part), -INFINITY) == DT_OK)
-        dt__ring_forward(&r, keys, values);
-    dt_cast_args a = { .dtype = q->dtype,
-        .from = wide,
-        .out = y->data,
-        .in = r.result,
-        .count = (size_t)dt_count(y->shape) };
-    if (r.result != y->data && dt_error(ctx) == DT_OK) DT__KERNEL(ctx, op, cast, &a);
-    if (r.result != y->data) dt__buffer_release(ctx, r.result);
-    dt__ring_saved *saved = (dt__ring_saved *)dt_record_saved(
-        y, dt__make_record(op, q, keys, values, dt__ring_back, sizeof *saved));
-    if (saved) {
-        saved->cp = cp;
-        saved->lse = lse;
-    }
-    return dt_error(ctx) == DT_OK ? y : NULL;
+        dt__ring_run(&r, keys, values, NULL, NULL);
+    dt__ring_narrow(y, y->data, r.result, 0);
+    dt__ring_saved saved = { cp, lse };
+    return dt__record_with(
+        y, dt__make_record(op, q, keys, values, dt__ring_back, sizeof saved), &saved);
 }
 
 /* ---- all-gather and Ulysses, by dt_redistribute ---- */
@@ -2166,8 +2212,7 @@ static dt_tensor *dt__cp_ulysses_attention(
 
 dt_tensor *dt_cp_attention(dt_tensor *q, dt_tensor *keys, dt_tensor *values, dt_cp *cp) {
     const char *op = "dt_cp_attention";
-    dt_ctx *ctx = q && keys && values ? dt__float_op_context(op, q, keys, values)
-                                      : dt__null_input(op, q, keys, values);
+    dt_ctx *ctx = dt__float_op_context(op, 3, q, keys, values);
     char why[300];
     if (ctx && !cp) dt_fail(ctx, DT_ERR_ARG, "%s(%s): cp is NULL", op, q->name);
     if (!ctx || !cp || !dt__attention_fits(q, keys, values, 0)) return NULL;
@@ -2180,12 +2225,6 @@ dt_tensor *dt_cp_attention(dt_tensor *q, dt_tensor *keys, dt_tensor *values, dt_
             op, q->name, keys->name, dt__shape_text(q->shape).s, dt__shape_text(keys->shape).s,
             (long long)cp->desc.batch, (long long)cp->desc.tokens, c);
         return NULL;
-    }
-    if (c == 1) {
-        dt_attn_desc d = { .full = cp->desc.full,
-            .positions = cp->explicit_positions ? cp->positions : NULL,
-            .documents = cp->documents };
-        return dt_attention(q, keys, values, d);
     }
     if (dt_cp_check(cp->desc.kind, cp->desc.tokens, c, q->shape.d[2], keys->shape.d[2], why,
             sizeof why) != DT_OK) {
@@ -2208,23 +2247,10 @@ dt_tensor *dt_cp_attention(dt_tensor *q, dt_tensor *keys, dt_tensor *values, dt_
        rank 1 sends   e0: t2   e1: t3  -->  ordered by expert  e0: t0 t2       e1: t1 t3
 
    Token dispatch gathers rows, sends them with an all-to-all and orders them by expert. Token
-   combine is the inverse, and ends with a weighted sum over each token's rows. The backward of each
-   runs the same steps in reverse. */
+   combine is the inverse, and ends with a weighted sum over each token's rows. Each step is an op
+   with its own backward, so this file writes none for them. */
 
 static int dt__is_dry(const void *p);
-
-/* Gathers n integers of each rank in host memory, for control flow. Like those of dt_agree, these
-   messages are not counted as traffic. */
-static dt_status dt__gather_ints(dt_comm *comm, const int32_t *mine, int32_t *all, size_t n) {
-    dt__call call = dt__call_make(DT__AGREE, mine, all, n, DT_I32);
-    call.host_memory = 1;
-    return dt__op_run(comm, call);
-}
-
-/* State of a router. An array of choices has the shape (B,tokens,k), where `tokens` is the number
-   of tokens per sequence in x (local_tokens), in the tensor-parallel region (region_tokens) or in
-   the whole sequence (full_tokens). An array for whole sequences has the tokens of cp's ranks one
-   after another, in rank order. */
 
 /* State of a router. An array of choices has the shape (B,tokens,k), where `tokens` is the number
    of tokens per sequence in x (local_tokens), in the tensor-parallel region (region_tokens) or in
@@ -2240,14 +2266,18 @@ typedef struct dt__router {
     int64_t *load;
 } dt__router;
 
+/* Returns n zeros in host memory, which stay valid until dt_reset; NULL after a failure. */
+static int32_t *dt__host_ints(dt_ctx *ctx, int64_t n) {
+    return (int32_t *)dt__meta(ctx, (size_t)n * sizeof(int32_t));
+}
+
 /* All-gathers `mine` (B,t,width) along the tokens. Returns (B,N t,width), in rank order of the N
    ranks of comm, or NULL after a failure. */
 static int32_t *dt__gather_tokens(
     const dt__router *r, dt_comm *comm, int32_t *mine, int64_t t, int64_t width) {
     int64_t N = dt_comm_size(comm), slice = t * width, count = r->B * slice;
     if (N == 1) return mine;
-    int32_t *all = (int32_t *)dt__meta(r->ctx, (size_t)(N * count) * sizeof *all);
-    int32_t *out = (int32_t *)dt__meta(r->ctx, (size_t)(N * count) * sizeof *out);
+    int32_t *all = dt__host_ints(r->ctx, N * count), *out = dt__host_ints(r->ctx, N * count);
     if (!all || !out || dt__gather_ints(comm, mine, all, (size_t)count) != DT_OK) return NULL;
     for (int64_t i = 0; i < N * r->B; i++) { /* rank i / B, sequence i % B */
         int64_t to = (i % r->B * N + i / r->B) * slice;
@@ -2269,8 +2299,7 @@ static dt_status dt__route_positions(const dt__router *r, int32_t *token_at) {
     int32_t *positions = NULL;
     int64_t T = r->full_tokens;
     if (r->d.positions) {
-        int32_t *mine =
-            (int32_t *)dt__meta(r->ctx, (size_t)(r->B * r->local_tokens) * sizeof *mine);
+        int32_t *mine = dt__host_ints(r->ctx, r->B * r->local_tokens);
         if (mine) memcpy(mine, r->d.positions, (size_t)(r->B * r->local_tokens) * sizeof *mine);
         if (mine) mine = dt__gather_tokens(r, r->sp, mine, r->local_tokens, 1);
         if (mine) positions = dt__gather_tokens(r, r->d.cp, mine, r->region_tokens, 1);
@@ -2330,8 +2359,8 @@ static dt_status dt__route_sequences(dt__router *r) {
     all_choices = dt__gather_tokens(r, r->d.cp, region_choices, r->region_tokens, r->k);
     size_t count = (size_t)(r->B * r->full_tokens * r->k);
     r->load = (int64_t *)dt__meta(ctx, (size_t)(r->B * r->E) * sizeof *r->load);
-    r->kept_choices = (int32_t *)dt__meta(ctx, count * sizeof *r->kept_choices);
-    token_at = (int32_t *)dt__meta(ctx, (size_t)(r->B * r->full_tokens) * sizeof *token_at);
+    r->kept_choices = dt__host_ints(ctx, r->B * r->full_tokens * r->k);
+    token_at = dt__host_ints(ctx, r->B * r->full_tokens);
     int64_t *free_slots = (int64_t *)dt__meta(ctx, (size_t)r->E * sizeof *free_slots);
     if (!all_choices || !r->load || !r->kept_choices || !token_at || !free_slots)
         return dt_error(ctx);
@@ -2367,7 +2396,7 @@ static dt_status dt__route_topk(dt__router *r, dt_tensor *probability) {
     dt_tensor *index = NULL;
     int no_grad = ctx->no_grad;
     int64_t n = r->B * r->local_tokens;
-    r->topk = (int32_t *)dt__meta(ctx, (size_t)(n * r->k) * sizeof *r->topk);
+    r->topk = dt__host_ints(ctx, n * r->k);
     if (!r->topk) return dt_error(ctx);
     ctx->no_grad = 1;
     if (r->d.bias) probability = dt_add(probability, r->d.bias);
@@ -2392,7 +2421,7 @@ static dt_status dt__route_topk(dt__router *r, dt_tensor *probability) {
    1. With a bias the sum may be 0, so a small constant is added to the sum. */
 static dt_tensor *dt__route_gates(const dt__router *r, dt_tensor *probability) {
     int64_t n = r->B * r->local_tokens;
-    int32_t *index = (int32_t *)dt__meta(r->ctx, (size_t)(n * r->k) * sizeof *index);
+    int32_t *index = dt__host_ints(r->ctx, n * r->k);
     if (!index) return NULL;
     for (int64_t i = 0; i < n * r->k; i++) index[i] = (int32_t)(i / r->k * r->E) + r->topk[i];
     dt_tensor *indices = dt_input(r->ctx, DT_I32, DT_SHAPE(r->B, r->local_tokens, r->k), index);
@@ -2538,8 +2567,7 @@ static dt_routing *dt__route_enter(const dt__router *r, dt_tensor *gates) {
 
 dt_routing *dt_route(dt_tensor *x, dt_tensor *w, dt_route_desc d) {
     const char *op = "dt_route";
-    dt_ctx *ctx =
-        x && w ? dt__float_op_context(op, x, w, d.bias) : dt__null_input(op, x, w, d.bias);
+    dt_ctx *ctx = dt__float_op_context(op, 2, x, w, d.bias);
     if (!ctx) return NULL;
     if (x->shape.nd < 1 || w->shape.nd < 1) {
         dt__mismatch(op, x, w, "x (B,T,C) and w (E,C) are needed");
@@ -2588,147 +2616,48 @@ dt_status dt_route_update_bias(
 
 // ==== 16. Expert parallelism: dispatch, experts, combine ========================================
 
-/* Plan of a token dispatch and its token combine. There is one row for each choice that is not
-   dropped. A sender orders its rows by expert, then token, so that the rows for one rank are
-   contiguous. The rows arrive ordered by source rank, then expert, then token. */
+/* Token dispatch and token combine are compositions of differentiable ops, so no backward is
+   written here:
+
+       dispatch   gather the rows of the tokens -> all-to-all -> permute to the order of experts
+       experts    grouped linear: one product for each expert's rows
+       combine    the inverse permutation -> all-to-all -> sum of each token's rows times its gates
+
+   dt__exchange is the plan of a token dispatch and its token combine. There is one row for each
+   choice that is not dropped. A sender orders its rows by expert, then token, so that the rows for
+   one rank are contiguous. The rows arrive ordered by source rank, then expert, then token. */
 typedef struct dt__exchange {
     dt_comm *ep;
     int ranks;
-    int64_t tokens, k, sent, received;
-    size_t *rows_to, *rows_from;       /* (ranks): number of rows to and from each rank */
-    size_t *send_counts, *recv_counts; /* (ranks): counts in elements, set for each all-to-all */
-    /* (sent) i32: token_of_row[i] is the token of row i; choice_of_row[i] is token * k + j if row i
-       is the token's j-th choice */
-    dt_tensor *token_of_row, *choice_of_row;
-    /* (k,tokens) i32: the index of the sent row of each token's j-th choice; -1 if dropped */
+    int64_t *rows_to, *rows_from; /* (ranks): number of rows to and from each rank */
+    dt_tensor *token_of_row;      /* (sent rows) i32: the token of each sent row */
+    /* (B,T,k) i32: the index of the sent row of each choice; -1 if dropped */
     dt_tensor *row_of_choice;
-    /* (received) i32: arrival_of_row[i] is the index, in order of arrival, of row i in expert
+    /* (rows) i32: arrival_of_row[i] is the index, in order of arrival, of row i in expert
        order; row_of_arrival is the inverse */
     dt_tensor *arrival_of_row, *row_of_arrival;
 } dt__exchange;
 
-/* Sets row i of `out` to row at[first + i] of `in` (table_rows,width), or to zeros if at[first + i]
-   is -1. */
-static dt_status dt__gather_rows(const char *op, dt_dtype dtype, void *out, const void *in,
-    int64_t table_rows, const dt_tensor *at, int64_t first, int64_t rows, int64_t width) {
-    dt_embedding_args a = { .dtype = dtype,
-        .out = out,
-        .table = in,
-        .ids = (const int32_t *)at->data + first,
-        .rows = (size_t)rows,
-        .cols = (size_t)width,
-        .table_rows = table_rows,
-        .vocab = table_rows,
-        .allow_empty = 1 };
-    return rows * width > 0 ? DT__KERNEL(at->ctx, op, embedding, &a) : DT_OK;
-}
-
-/* Adds row i of `in` to row at[i] of `out` (table_rows,width), in ascending order of i. If
-   accumulate is 0, `out` is zeroed first. `work` has 4 * table_rows * width bytes if dtype is bf16
-   or f16; it is unused for other types. */
-static dt_status dt__scatter_add_rows(const char *op, dt_dtype dtype, void *out, int64_t table_rows,
-    const void *in, const dt_tensor *at, int64_t width, int accumulate, void *work) {
-    size_t work_bytes = dt__narrow(dtype) ? (size_t)(table_rows * width) * sizeof(float) : 0;
-    dt_embedding_back_args a = { .dtype = dtype,
-        .dtable = out,
-        .dout = in,
-        .ids = (const int32_t *)at->data,
-        .rows = (size_t)dt_count(at->shape),
-        .cols = (size_t)width,
-        .table_rows = table_rows,
-        .accumulate = accumulate,
-        .work = work_bytes ? work : NULL,
-        .work_bytes = work_bytes,
-        .check_ids = 1 };
-    return table_rows * width > 0 ? DT__KERNEL(at->ctx, op, embedding_back, &a) : DT_OK;
-}
-
-/* Multiplies each row of `in` (rows,width) by a factor; the factors of consecutive rows are `step`
-   elements apart. If step is 0, `factor` has the shape of `in` instead and the product is
-   elementwise. The result is added to `out` if accumulate is 1, and replaces it otherwise. */
-static dt_status dt__scale_rows(dt_ctx *ctx, const char *op, dt_dtype dtype, void *out,
-    const void *in, const void *factor, int64_t step, int64_t rows, int64_t width, int accumulate) {
-    dt_binary_args a;
-    memset(&a, 0, sizeof a);
-    a.dtype = dtype;
-    a.op = DT_MUL;
-    a.out = out;
-    a.a = in;
-    a.b = factor;
-    a.shape = DT_SHAPE(rows, width);
-    a.stride_a[0] = width;
-    a.stride_a[1] = 1;
-    a.stride_b[0] = step ? step : width;
-    a.stride_b[1] = step == 0;
-    a.accumulate = accumulate;
-    return rows * width > 0 ? DT__KERNEL(ctx, op, binary, &a) : DT_OK;
-}
-
-/* Returns `in` itself if it has the accumulation type, else a converted copy in `buffer`. */
-static const void *dt__widen_rows(
-    dt_ctx *ctx, const char *op, dt_dtype dtype, const void *in, void *buffer, int64_t count) {
-    dt_cast_args a = {
-        .dtype = DT_F32, .from = dtype, .out = buffer, .in = in, .count = (size_t)count
-    };
-    if (!dt__narrow(dtype)) return in;
-    DT__KERNEL(ctx, op, cast, &a);
-    return buffer;
-}
-
-/* All-to-all of rows: sends each row to the rank of its expert or, if `reverse` is 1, back to the
-   rank of its token. */
-static dt_status dt__exchange_rows(
-    const dt__exchange *e, int reverse, const void *in, void *out, int64_t width, dt_dtype dtype) {
-    for (int r = 0; r < e->ranks; r++) {
-        e->send_counts[r] = (reverse ? e->rows_from : e->rows_to)[r] * (size_t)width;
-        e->recv_counts[r] = (reverse ? e->rows_to : e->rows_from)[r] * (size_t)width;
-    }
-    return dt_all_to_all_v(e->ep, in, e->send_counts, out, e->recv_counts, dtype);
-}
-
-/* Splits one scratch allocation into n buffers; buffer i has bytes[i] bytes, rounded up to a
-   multiple of 64. Returns 1, or 0 on failure. */
-static int dt__split_scratch(dt_ctx *ctx, const size_t *bytes, char **buffers, int n) {
-    size_t all = 64, at = 0;
-    for (int i = 0; i < n; i++) all += (bytes[i] + 63) / 64 * 64;
-    char *p = (char *)dt_scratch(ctx, all);
-    for (int i = 0; i < n; i++) {
-        buffers[i] = p ? p + at : NULL;
-        at += (bytes[i] + 63) / 64 * 64;
-    }
-    return p != NULL;
-}
-
-/* Copies an array of n indices to the device. */
-static dt_tensor *dt__exchange_index(dt_ctx *ctx, const int32_t *host, int64_t n) {
-    return dt_input(ctx, DT_I32, DT_SHAPE(n), host);
-}
-
 /* Plans which rows this rank sends, and adds the number of rows for each expert to `count` (E). */
 static dt_status dt__exchange_send(
     dt__exchange *e, const dt_routing *r, int32_t *count, dt_ctx *ctx) {
-    int64_t choices = e->tokens * e->k;
-    int32_t *work = (int32_t *)dt__meta(ctx, (size_t)(3 * choices + r->experts + 1) * sizeof *work);
-    if (!work) return dt_error(ctx);
-    int32_t *token = work, *choice = token + choices, *row = choice + choices,
-            *next = row + choices;
+    int64_t choices = r->batch * r->tokens * r->k;
+    int32_t *token = dt__host_ints(ctx, 2 * choices + r->experts + 1);
+    if (!token) return dt_error(ctx);
+    int32_t *row = token + choices, *next = row + choices;
     for (int64_t i = 0; i < choices; i++)
         if (r->choices[i] >= 0) count[r->choices[i]]++;
     for (int64_t expert = 0; expert < r->experts; expert++) {
         next[expert + 1] = next[expert] + count[expert];
-        e->rows_to[expert / r->local_experts] += (size_t)count[expert];
+        e->rows_to[expert / r->local_experts] += count[expert];
     }
-    e->sent = next[r->experts];
+    int64_t sent = next[r->experts];
     for (int64_t i = 0; i < choices; i++) {
-        int32_t *at = &row[i % e->k * e->tokens + i / e->k];
-        *at = r->choices[i] < 0 ? -1 : next[r->choices[i]]++;
-        if (*at < 0) continue;
-        token[*at] = (int32_t)(i / e->k);
-        choice[*at] = (int32_t)i;
+        row[i] = r->choices[i] < 0 ? -1 : next[r->choices[i]]++;
+        if (row[i] >= 0) token[row[i]] = (int32_t)(i / r->k);
     }
-    e->token_of_row = dt__exchange_index(ctx, token, e->sent);
-    e->choice_of_row = dt__exchange_index(ctx, choice, e->sent);
-    e->row_of_choice = dt__exchange_index(ctx, row, choices);
+    e->token_of_row = dt_input(ctx, DT_I32, DT_SHAPE(sent), token);
+    e->row_of_choice = dt_input(ctx, DT_I32, r->gates->shape, row);
     return dt_error(ctx);
 }
 
@@ -2737,114 +2666,81 @@ static dt_status dt__exchange_send(
 static dt_status dt__exchange_receive(
     dt__exchange *e, dt_routing *r, const int32_t *all, dt_ctx *ctx) {
     int64_t first = dt_comm_rank(e->ep) * r->local_experts, at = 0;
-    for (int64_t i = 0; i < e->ranks * r->local_experts; i++) {
-        int32_t n = all[i / r->local_experts * r->experts + first + i % r->local_experts];
-        e->rows_from[i / r->local_experts] += (size_t)n;
-        r->expert_rows[i % r->local_experts] += n;
-        e->received += n;
-    }
-    r->rows = e->received;
-    if (e->received > INT32_MAX)
-        return dt_fail(
-            ctx, DT_ERR_SHAPE, "dt_dispatch: %lld rows for one rank", (long long)e->received);
-    if (e->ranks == 1) return DT_OK;
-    int32_t *work = (int32_t *)dt__meta(ctx, (size_t)(2 * e->received) * sizeof *work);
-    /* index of the next row of each expert */
-    int64_t *next_row = (int64_t *)dt__meta(ctx, (size_t)r->local_experts * sizeof *next_row);
-    if (!work || !next_row) return dt_error(ctx);
-    int32_t *arrival_of_row = work, *row_of_arrival = work + e->received;
-    for (int64_t x = 1; x < r->local_experts; x++)
-        next_row[x] = next_row[x - 1] + r->expert_rows[x - 1];
-    for (int64_t i = 0; i < e->ranks * r->local_experts; i++) /* in order of arrival */
-        for (int32_t n = all[i / r->local_experts * r->experts + first + i % r->local_experts];
-             n > 0; n--, at++) {
-            int64_t to = next_row[i % r->local_experts]++;
-            arrival_of_row[to] = (int32_t)at;
-            row_of_arrival[at] = (int32_t)to;
+    for (int rank = 0; rank < e->ranks; rank++)
+        for (int64_t expert = 0; expert < r->local_experts; expert++) {
+            int32_t n = all[rank * r->experts + first + expert];
+            e->rows_from[rank] += n;
+            r->expert_rows[expert] += n;
+            r->rows += n;
         }
-    e->arrival_of_row = dt__exchange_index(ctx, arrival_of_row, e->received);
-    e->row_of_arrival = dt__exchange_index(ctx, row_of_arrival, e->received);
+    if (r->rows > INT32_MAX)
+        return dt_fail(
+            ctx, DT_ERR_SHAPE, "dt_dispatch: %lld rows for one rank", (long long)r->rows);
+    if (e->ranks == 1) return DT_OK;
+    int32_t *arrival_of_row = dt__host_ints(ctx, 2 * r->rows + r->local_experts);
+    if (!arrival_of_row) return dt_error(ctx);
+    int32_t *row_of_arrival = arrival_of_row + r->rows;
+    int32_t *next_row = row_of_arrival + r->rows; /* of each expert */
+    for (int64_t expert = 1; expert < r->local_experts; expert++)
+        next_row[expert] = next_row[expert - 1] + (int32_t)r->expert_rows[expert - 1];
+    for (int rank = 0; rank < e->ranks; rank++)
+        for (int64_t expert = 0; expert < r->local_experts; expert++)
+            for (int32_t n = all[rank * r->experts + first + expert]; n > 0; n--, at++) {
+                int32_t row = next_row[expert]++;
+                arrival_of_row[row] = (int32_t)at;
+                row_of_arrival[at] = row;
+            }
+    e->arrival_of_row = dt_input(ctx, DT_I32, DT_SHAPE(r->rows), arrival_of_row);
+    e->row_of_arrival = dt_input(ctx, DT_I32, DT_SHAPE(r->rows), row_of_arrival);
     return dt_error(ctx);
 }
 
 /* [collective: ep] Makes the plan r->exchange. */
 static dt_status dt__exchange_make(dt_ctx *ctx, dt_routing *r, dt_comm *ep) {
-    size_t N = (size_t)dt_comm_size(ep), E = (size_t)r->experts;
+    int64_t N = dt_comm_size(ep), E = r->experts;
     dt__exchange *e = (dt__exchange *)dt__meta(ctx, sizeof *e);
-    r->local_experts = r->experts / (int64_t)N;
-    r->expert_rows = (int64_t *)dt__meta(ctx, (size_t)r->local_experts * sizeof *r->expert_rows);
-    int32_t *count = (int32_t *)dt__meta(ctx, (N + 1) * E * sizeof *count);
-    size_t *rows = (size_t *)dt__meta(ctx, 4 * N * sizeof *rows);
+    r->rows = 0;
+    r->local_experts = E / N;
+    r->expert_rows = (int64_t *)dt__meta(ctx, (size_t)(E / N) * sizeof *r->expert_rows);
+    int32_t *count = dt__host_ints(ctx, (N + 1) * E);
+    int64_t *rows = (int64_t *)dt__meta(ctx, (size_t)(2 * N) * sizeof *rows);
     if (!e || !r->expert_rows || !count || !rows) return dt_error(ctx);
     e->ep = ep;
     e->ranks = (int)N;
-    e->tokens = r->batch * r->tokens;
-    e->k = r->k;
     e->rows_to = rows;
     e->rows_from = rows + N;
-    e->send_counts = rows + 2 * N;
-    e->recv_counts = rows + 3 * N;
     r->exchange = e;
     if (dt__exchange_send(e, r, count, ctx) != DT_OK) return dt_error(ctx);
-    dt_status status = dt__gather_ints(ep, count, count + E, E);
+    dt_status status = dt__gather_ints(ep, count, count + E, (size_t)E);
     return status == DT_OK ? dt__exchange_receive(e, r, count + E, ctx) : dt_error(ctx);
 }
 
-typedef struct dt__exchange_saved {
-    const dt__exchange *e;
-    dt_tensor *returned;
-} dt__exchange_saved;
-
-/* The backward of dt_dispatch. The gradient of a token is the sum of the gradients of its rows,
-   which the all-to-all sends back. */
-static dt_status dt__dispatch_back(dt_node *n) {
-    const dt__exchange *e = ((const dt__exchange_saved *)n->saved)->e;
-    dt_tensor *x = n->in[0], *y = n->out;
-    dt_ctx *ctx = y->ctx;
-    int64_t C = (int64_t)dt__last_dim(x);
-    size_t size = dt_dtype_size(x->dtype), wide = dt__narrow(x->dtype) ? sizeof(float) : 0;
-    int accumulate = 0, remote = e->ranks > 1;
-    size_t bytes[3] = { (size_t)(e->tokens * C) * wide,
-        remote ? (size_t)(e->received * C) * size : 0, remote ? (size_t)(e->sent * C) * size : 0 };
-    char *buffers[3];
-    void *dx = dt_grad_raw(n, 0, &accumulate), *returned = y->grad;
-    if (!dx || !dt__split_scratch(ctx, bytes, buffers, 3)) return dt_error(ctx);
-    if (remote) {
-        if (dt__gather_rows(n->name, x->dtype, buffers[1], y->grad, e->received, e->row_of_arrival,
-                0, e->received, C) != DT_OK)
-            return dt_error(ctx);
-        returned = buffers[2];
-        dt_status status = dt__exchange_rows(e, 1, buffers[1], returned, C, x->dtype);
-        if (status != DT_OK) return status;
-    }
-    return dt__scatter_add_rows(
-        n->name, x->dtype, dx, e->tokens, returned, e->token_of_row, C, accumulate, buffers[0]);
+/* dt_gather_rows(x, order) for a permutation of x's rows. `inverse` is the inverse permutation, so
+   the backward gathers too. transient 1: the result is a transient tensor that no backward
+   reads. */
+static dt_tensor *dt__permute_rows(
+    dt_tensor *x, dt_tensor *order, dt_tensor *inverse, int transient) {
+    const char *op = "dt_gather_rows";
+    dt_ctx *ctx = dt__op_context(op, 3, x, order, inverse);
+    dt_tensor *y = ctx ? dt__new_output(ctx, x->dtype, x->shape, op, transient) : NULL;
+    if (!y || dt__lookup_run(
+                  op, x, order, order->data, (size_t)dt_count(order->shape), 0, y->data) != DT_OK)
+        return NULL;
+    dt_record_desc d = dt__make_record(op, x, inverse, NULL, dt__scatter_back, 0);
+    d.unread_inputs = 1;
+    return dt_record(y, d);
 }
 
-/* Copies the rows of x to y through the all-to-all. */
-static dt_status dt__dispatch_rows(const dt__exchange *e, const dt_tensor *x, dt_tensor *y) {
-    const char *op = "dt_dispatch";
-    int64_t C = (int64_t)dt__last_dim(x);
-    size_t size = dt_dtype_size(x->dtype),
-           bytes[2] = { (size_t)(e->sent * C) * size, (size_t)(e->received * C) * size };
-    char *buffers[2];
-    if (e->ranks == 1)
-        return dt__gather_rows(
-            op, x->dtype, y->data, x->data, e->tokens, e->token_of_row, 0, e->sent, C);
-    if (!dt__split_scratch(x->ctx, bytes, buffers, 2)) return dt_error(x->ctx);
-    dt_status status = dt__gather_rows(
-        op, x->dtype, buffers[0], x->data, e->tokens, e->token_of_row, 0, e->sent, C);
-    if (status == DT_OK) status = dt__exchange_rows(e, 0, buffers[0], buffers[1], C, x->dtype);
-    return status == DT_OK ? dt__gather_rows(op, x->dtype, y->data, buffers[1], e->received,
-                                 e->arrival_of_row, 0, e->received, C)
-                           : status;
+/* Drops the data of a transient tensor before its block ends. t may be NULL. */
+static void dt__drop_early(dt_tensor *t) {
+    if (t) dt__data_drop(t);
 }
 
 /* Returns the context; NULL if r or x is NULL, or if the op cannot run on x, a and b. */
 static dt_ctx *dt__op_routed(
     const char *op, dt_tensor *x, const dt_routing *r, dt_tensor *a, dt_tensor *b) {
     dt_ctx *ctx =
-        x ? dt__float_op_context(op, x, a, b) : dt__null_input(op, r ? r->gates : NULL, a, b);
+        x ? dt__float_op_context(op, 1, x, a, b) : dt__null_input(op, r ? r->gates : NULL, a, b);
     if (!ctx || r) return ctx;
     dt_fail(ctx, DT_ERR_ARG, "%s(%s): the routing is NULL", op, x->name);
     return NULL;
@@ -2866,117 +2762,16 @@ dt_tensor *dt_dispatch(dt_tensor *x, dt_routing *r, dt_comm *ep) {
         return NULL;
     }
     if (dt__exchange_make(ctx, r, ep) != DT_OK) return NULL;
-    dt_tensor *y = dt__new_named(ctx, x->dtype, DT_SHAPE(r->rows, x->shape.d[2]), op);
-    if (!y || dt__dispatch_rows(r->exchange, x, y) != DT_OK) return NULL;
-    dt__exchange_saved *saved = (dt__exchange_saved *)dt_record_saved(
-        y, dt__make_record(op, x, NULL, NULL, dt__dispatch_back, sizeof *saved));
-    if (saved) {
-        saved->e = r->exchange;
-        /* the backward does not read x, so dt_tp_enter's result is not gathered again */
-        y->producer->unread_inputs = 1;
-    }
-    return dt_error(ctx) == DT_OK ? y : NULL;
-}
-
-/* The backward of dt_combine. Consider the row that the expert of token t's j-th choice returned.
-   The row's gradient is gate (t,j) times dy_t, and the gradient of gate (t,j) is the dot product of
-   dy_t and the row. */
-static dt_status dt__combine_back(dt_node *n) {
-    const dt__exchange_saved *saved = (const dt__exchange_saved *)n->saved;
-    const dt__exchange *e = saved->e;
-    dt_tensor *rows = n->in[0], *gates = n->in[1], *y = n->out;
-    dt_ctx *ctx = y->ctx;
-    const char *op = n->name;
-    dt_dtype dtype = y->dtype, wide = gates->dtype;
-    int64_t O = (int64_t)dt__last_dim(y), choices = e->tokens * e->k;
-    size_t size = dt_dtype_size(dtype), real = dt_dtype_size(wide), sent = (size_t)(e->sent * O);
-    size_t received = (size_t)(e->received * O), bytes[7] = { sent * size, sent * real, sent * real,
-        sent * real, received * size, (size_t)e->sent * real, received * size };
-    char *dy, *product, *wide_rows[2], *buffers[7];
-    int accumulate = 0;
-    if (!dt__split_scratch(ctx, bytes, buffers, 7)) return dt_error(ctx);
-    dy = buffers[0];
-    product = buffers[1];
-    wide_rows[0] = buffers[2];
-    wide_rows[1] = buffers[3];
-    dt__gather_rows(op, dtype, dy, y->grad, e->tokens, e->token_of_row, 0, e->sent, O);
-    const void *dy_wide = dt__widen_rows(ctx, op, dtype, dy, wide_rows[0], e->sent * O);
-    if (dt_wants(n, 1)) {
-        const void *returned = saved->returned ? saved->returned->data : rows->data;
-        returned = dt__widen_rows(ctx, op, dtype, returned, wide_rows[1], e->sent * O);
-        dt__scale_rows(ctx, op, wide, product, dy_wide, returned, 0, e->sent, O, 0);
-        dt_sum_args sum = { .dtype = wide,
-            .out = buffers[5],
-            .in = product,
-            .outer = (size_t)e->sent,
-            .n = (size_t)O,
-            .inner = 1,
-            .scale = 1 };
-        void *dgates = dt_grad_raw(n, 1, &accumulate);
-        if (!dgates || DT__KERNEL(ctx, op, sum, &sum) != DT_OK ||
-            dt__scatter_add_rows(op, wide, dgates, choices, buffers[5], e->choice_of_row, 1,
-                accumulate, NULL) != DT_OK)
-            return dt_error(ctx);
-    }
-    if (!dt_wants(n, 0)) return dt_error(ctx);
-    dt__gather_rows(op, wide, buffers[5], gates->data, choices, e->choice_of_row, 0, e->sent, 1);
-    dt__scale_rows(ctx, op, wide, product, dy_wide, buffers[5], 1, e->sent, O, 0);
-    dt_cast_args narrow = { .dtype = dtype, .from = wide, .out = dy, .in = product, .count = sent };
-    if (wide != dtype) DT__KERNEL(ctx, op, cast, &narrow);
-    const void *out = wide != dtype ? dy : product;
-    void *drows = dt_grad_raw(n, 0, &accumulate);
-    if (!drows || dt_error(ctx) != DT_OK) return dt_error(ctx);
-    if (e->ranks > 1) {
-        void *to = accumulate ? buffers[6] : drows;
-        dt_status status = dt__exchange_rows(e, 0, out, buffers[4], O, dtype);
-        if (status != DT_OK) return status;
-        status = dt__gather_rows(
-            op, dtype, to, buffers[4], e->received, e->arrival_of_row, 0, e->received, O);
-        return accumulate && status == DT_OK ? dt__accumulate(ctx, dtype, drows, to, received, 1)
-                                             : status;
-    }
-    return dt__accumulate(ctx, dtype, drows, out, sent, accumulate);
-}
-
-/* Sends `rows` (received,O) back to the ranks of their tokens. `returned` (sent,O) receives the
-   rows of this rank's tokens. */
-static dt_status dt__combine_return(
-    const dt__exchange *e, const dt_tensor *rows, dt_tensor *returned) {
-    const char *op = "dt_combine";
-    int64_t O = (int64_t)dt__last_dim(rows);
-    void *work = dt_scratch(rows->ctx, dt__bytes(rows) + 64);
-    if (!work) return dt_error(rows->ctx);
-    dt_status status = dt__gather_rows(
-        op, rows->dtype, work, rows->data, e->received, e->row_of_arrival, 0, e->received, O);
-    return status == DT_OK ? dt__exchange_rows(e, 1, work, returned->data, O, rows->dtype) : status;
-}
-
-/* Sets each token of y to the sum over j of gate j times the row of choice j. `returned` (sent,O)
-   holds these rows. */
-static dt_status dt__combine_sum(
-    const dt__exchange *e, const void *returned, const dt_tensor *gates, dt_tensor *y) {
-    const char *op = "dt_combine";
-    dt_ctx *ctx = y->ctx;
-    int64_t O = (int64_t)dt__last_dim(y), n = e->tokens;
-    size_t count = (size_t)(n * O), real = dt_dtype_size(gates->dtype),
-           other = dt__narrow(y->dtype) ? real : 0;
-    size_t bytes[3] = { count * dt_dtype_size(y->dtype), count * other, count * other };
-    char *buffers[3];
-    if (!dt__split_scratch(ctx, bytes, buffers, 3)) return dt_error(ctx);
-    void *sum = other ? buffers[2] : y->data;
-    for (int64_t j = 0; j < e->k; j++) {
-        const char *gate = (const char *)gates->data + (size_t)j * real;
-        if (dt__gather_rows(op, y->dtype, buffers[0], returned, e->sent, e->row_of_choice, j * n, n,
-                O) != DT_OK)
-            return dt_error(ctx);
-        const void *term = dt__widen_rows(ctx, op, y->dtype, buffers[0], buffers[1], n * O);
-        if (dt__scale_rows(ctx, op, gates->dtype, sum, term, gate, e->k, n, O, j > 0) != DT_OK)
-            return dt_error(ctx);
-    }
-    dt_cast_args a = {
-        .dtype = y->dtype, .from = gates->dtype, .out = y->data, .in = sum, .count = count
-    };
-    return other ? DT__KERNEL(ctx, op, cast, &a) : DT_OK;
+    const dt__exchange *e = r->exchange;
+    dt_tensor *tokens = dt_reshape(x, DT_SHAPE(r->batch * r->tokens, x->shape.d[2]));
+    if (N == 1 || !tokens) return dt_gather_rows(tokens, e->token_of_row);
+    /* no backward reads the data of these two */
+    dt_tensor *rows = dt__lookup_rows("dt_gather_rows", tokens, e->token_of_row, 1, 1);
+    dt_tensor *arrived = dt__all_to_all_rows(rows, ep, e->rows_to, e->rows_from, 1);
+    dt_tensor *y = dt__permute_rows(arrived, e->arrival_of_row, e->row_of_arrival, 0);
+    dt__drop_early(rows);
+    dt__drop_early(arrived);
+    return y;
 }
 
 dt_tensor *dt_combine(dt_tensor *rows, dt_routing *r) {
@@ -2992,190 +2787,35 @@ dt_tensor *dt_combine(dt_tensor *rows, dt_routing *r) {
             dt_dtype_name(r->gates->dtype));
         return NULL;
     }
-    int64_t O = rows->shape.d[1];
-    dt_tensor *returned =
-        e->ranks > 1 ? dt__new_named(ctx, rows->dtype, DT_SHAPE(e->sent, O), op) : NULL;
-    dt_tensor *y = dt__new_named(ctx, rows->dtype, DT_SHAPE(r->batch, r->tokens, O), op);
-    if (!y || (e->ranks > 1 && (!returned || dt__combine_return(e, rows, returned) != DT_OK)))
-        return NULL;
-    if (dt__combine_sum(e, returned ? returned->data : rows->data, r->gates, y) != DT_OK)
-        return NULL;
-    dt__exchange_saved *saved = (dt__exchange_saved *)dt_record_saved(
-        y, dt__make_record(op, rows, r->gates, NULL, dt__combine_back, sizeof *saved));
-    if (saved) {
-        saved->e = e;
-        saved->returned = returned;
+    if (e->ranks > 1) {
+        /* no backward reads the data of `arrived` */
+        dt_tensor *arrived = dt__permute_rows(rows, e->row_of_arrival, e->arrival_of_row, 1);
+        rows = dt_all_to_all_rows(arrived, e->ep, e->rows_from, e->rows_to);
+        dt__drop_early(arrived);
     }
-    return dt_error(ctx) == DT_OK ? y : NULL;
-}
-
-/* ---- each expert's product with its rows ---- */
-
-typedef struct dt__expert_saved {
-    /* must be the first member: dt__linear_activation_grad reads it */
-    dt__linear_saved linear;
-    const dt_routing *routing;
-    int adds; /* 1 if this rank adds the bias */
-} dt__expert_saved;
-
-/* Sizes of one expert's product, where w has the shape (local_experts,out,in). */
-typedef struct dt__expert_sizes {
-    int64_t in, out;
-    size_t size, w_bytes; /* bytes of an element, and of one expert's matrix */
-} dt__expert_sizes;
-
-static dt__expert_sizes dt__expert_sizes_of(const dt_tensor *w) {
-    dt__expert_sizes s = { (int64_t)dt__last_dim(w), (int64_t)dt__row_count(w) / w->shape.d[0],
-        dt_dtype_size(w->dtype), 0 };
-    s.w_bytes = (size_t)(s.in * s.out) * s.size;
-    return s;
-}
-
-/* Computes the gradients of one expert's matrix and bias from the expert's rows of the output
-   gradient, d (rows,out), and of the input, x (rows,in). The gradients are zero if the expert has
-   no rows. */
-static dt_status dt__expert_weight_back(dt_node *n, int64_t expert, int64_t rows, const char *d,
-    const char *x, dt_matmul_args dw, dt_sum_args db) {
-    dt_ctx *ctx = n->out->ctx;
-    size_t w_size = dt_dtype_size(dt__wide(dw.dtype, dw.wide)),
-           b_size = dt_dtype_size(dt__wide(db.dtype, db.wide));
-    int adds = ((const dt__expert_saved *)n->saved)->adds;
-    if (dw.c) {
-        dw.c = (char *)dw.c + (size_t)(expert * dw.m * dw.n) * w_size;
-        dw.a = d;
-        dw.b = x;
-        dw.k = rows;
-        if (rows > 0)
-            dt__matmul(ctx, n->name, NULL, dw);
-        else if (!dw.accumulate)
-            dt__fill(ctx, dt__wide(dw.dtype, dw.wide), dw.c, (size_t)(dw.m * dw.n), 0);
-    }
-    if (db.out) {
-        db.out = (char *)db.out + (size_t)expert * db.inner * b_size;
-        db.in = d;
-        db.n = (size_t)rows;
-        db.work_bytes = dt__scratch_bytes(ctx, 0);
-        db.work = dt_scratch(ctx, db.work_bytes);
-        if (rows > 0 && adds)
-            DT__KERNEL(ctx, n->name, sum, &db);
-        else if (!db.accumulate)
-            dt__fill(ctx, dt__wide(db.dtype, db.wide), db.out, db.inner, 0);
-    }
-    return dt_error(ctx);
-}
-
-static dt_status dt__expert_back(dt_node *n) {
-    const dt_routing *r = ((const dt__expert_saved *)n->saved)->routing;
-    dt_tensor *x = n->in[0], *w = n->in[1];
-    dt_ctx *ctx = x->ctx;
-    dt__expert_sizes s = dt__expert_sizes_of(w);
-    dt_matmul_args dx, dw;
-    dt_sum_args db = { .dtype = x->dtype, .outer = 1, .inner = (size_t)s.out, .scale = 1 };
-    const char *d = (const char *)dt__linear_activation_grad(n);
-    memset(&dx, 0, sizeof dx);
-    memset(&dw, 0, sizeof dw);
-    dx.dtype = dw.dtype = x->dtype;
-    dx.n = dw.n = s.in;
-    dx.k = dw.m = s.out;
-    dw.trans_a = 1;
-    if (!d || (dt_wants(n, 0) && !(dx.c = dt__grad_wide(n, 0, &dx.accumulate, &dx.wide))))
-        return dt_error(ctx);
-    if (dt_wants(n, 1) && !(dw.c = dt__grad_wide(n, 1, &dw.accumulate, &dw.wide)))
-        return dt_error(ctx);
-    if (dt_wants(n, 2) && !(db.out = dt__grad_wide(n, 2, &db.accumulate, &db.wide)))
-        return dt_error(ctx);
-    int64_t at = 0;
-    for (int64_t e = 0; e < r->local_experts; at += r->expert_rows[e++]) {
-        dt_matmul_args a = dx;
-        const char *rows = d + (size_t)(at * s.out) * s.size;
-        a.m = r->expert_rows[e];
-        a.a = rows;
-        a.b = (const char *)w->data + (size_t)e * s.w_bytes;
-        if (a.c)
-            a.c = (char *)a.c + (size_t)(at * s.in) * dt_dtype_size(dt__wide(x->dtype, dx.wide));
-        if (a.c && dt__matmul(ctx, n->name, NULL, a) != DT_OK) return dt_error(ctx);
-        const char *in = (const char *)x->data + (size_t)(at * s.in) * s.size;
-        if (dt__expert_weight_back(n, e, a.m, rows, in, dw, db) != DT_OK) return dt_error(ctx);
-    }
-    return DT_OK;
-}
-
-/* Returns 1 and writes the result's shape to *shape if the inputs match; else fails the context and
-   returns 0. */
-static int dt__expert_fits(dt_tensor *x, const dt_routing *r, dt_tensor *w, dt_tensor *b,
-    dt_expert_desc d, dt_shape *shape) {
-    const char *op = "dt_expert_linear", *why = NULL;
-    dt_tensor *other = w;
-    if (!r->exchange)
-        why = "dt_dispatch comes first";
-    else if (x->dtype != w->dtype || (b && b->dtype != w->dtype))
-        why = "types differ";
-    else if (w->shape.nd < 3 || x->shape.nd != 2 || dt__last_dim(x) != dt__last_dim(w))
-        why = "x (R,I) and w (experts,O..,I) are needed";
-    else if (w->shape.d[0] != r->local_experts)
-        why = "w has another number of experts than this rank";
-    else if (x->shape.d[0] != r->rows)
-        why = "x has another number of rows than were dispatched";
-    else if (b &&
-             (b->shape.d[0] != r->local_experts || (size_t)dt_count(b->shape) != dt__row_count(w)))
-        why = "the bias must have w's shape without its last dimension", x = w, other = b;
-    if (why) {
-        dt_fail(x->ctx, DT_ERR_SHAPE, "%s(%s, %s): %s %s and %s %s, %lld rows of %lld experts: %s",
-            op, x->name, other->name, dt_dtype_name(x->dtype), dt__shape_text(x->shape).s,
-            dt_dtype_name(other->dtype), dt__shape_text(other->shape).s, (long long)r->rows,
-            (long long)r->local_experts, why);
-        return 0;
-    }
-    if (d.activation < 0 || d.activation >= DT_ACT_AFFINE) {
-        dt_fail(x->ctx, DT_ERR_ARG, "%s(%s): activation %d", op, w->name, d.activation);
-        return 0;
-    }
-    *shape = w->shape;
-    shape->nd--;
-    shape->d[0] = r->rows;
-    return 1;
+    return dt_embedding_bag(rows, e->row_of_choice, r->gates);
 }
 
 dt_tensor *dt_expert_linear(
     dt_tensor *x, const dt_routing *r, dt_tensor *w, dt_tensor *b, dt_expert_desc d) {
-    const char *op = "dt_expert_linear";
+    const char *op = "dt_expert_linear", *why = NULL;
     dt_ctx *ctx = w ? dt__op_routed(op, x, r, w, b) : dt__null_input(op, x, w, b);
-    dt_shape shape;
-    if (!ctx || !dt__expert_fits(x, r, w, b, d, &shape)) return NULL;
-    int keep =
-        d.activation && !ctx->no_grad && (x->needs_grad || w->needs_grad || (b && b->needs_grad));
-    int adds = b && dt_comm_rank(d.row_parallel) == 0;
-    dt_tensor *y = dt__new_named(ctx, x->dtype, shape, op);
-    dt_tensor *pre_activation = keep ? dt__new_named(ctx, x->dtype, shape, "pre_activation") : NULL;
-    if (!y || (keep && !pre_activation)) return NULL;
-    dt__expert_sizes s = dt__expert_sizes_of(w);
-    int64_t at = 0;
-    for (int64_t e = 0; e < r->local_experts; at += r->expert_rows[e++]) {
-        dt_matmul_args a;
-        size_t out = (size_t)(at * s.out) * s.size;
-        memset(&a, 0, sizeof a);
-        a.dtype = x->dtype;
-        a.c = (char *)y->data + out;
-        a.a = (const char *)x->data + (size_t)(at * s.in) * s.size;
-        a.b = (const char *)w->data + (size_t)e * s.w_bytes;
-        a.m = r->expert_rows[e];
-        a.n = s.out;
-        a.k = s.in;
-        a.trans_b = 1;
-        a.bias = adds ? (const char *)b->data + (size_t)(e * s.out) * s.size : NULL;
-        a.activation = d.activation;
-        a.pre_activation = pre_activation ? (char *)pre_activation->data + out : NULL;
-        if (dt__matmul(ctx, op, w->name, a) != DT_OK) return NULL;
+    if (!ctx) return NULL;
+    if (!r->exchange)
+        why = "dt_dispatch comes first";
+    else if (w->shape.nd < 1 || w->shape.d[0] != r->local_experts)
+        why = "w has another number of experts than this rank";
+    else if (x->shape.nd != 2 || x->shape.d[0] != r->rows)
+        why = "x has another number of rows than were dispatched";
+    if (why) {
+        dt_fail(ctx, DT_ERR_SHAPE, "%s(%s, %s): %s and %s, %lld rows of %lld experts: %s", op,
+            x->name, w->name, dt__shape_text(x->shape).s, dt__shape_text(w->shape).s,
+            (long long)r->rows, (long long)r->local_experts, why);
+        return NULL;
     }
-    dt__expert_saved *saved = (dt__expert_saved *)dt_record_saved(
-        y, dt__make_record(op, x, w, b, dt__expert_back, sizeof *saved));
-    if (saved) {
-        saved->linear.activation = d.activation;
-        saved->linear.pre_activation = pre_activation;
-        saved->routing = r;
-        saved->adds = adds;
-    }
-    return dt_error(ctx) == DT_OK ? y : NULL;
+    dt_linear_desc linear = { d.activation, NULL };
+    int flags = dt_comm_rank(d.row_parallel) > 0 ? DT__LINEAR_NO_BIAS : 0;
+    return dt__linear(x, w, b, linear, r->expert_rows, flags);
 }
 
 // ==== 17. Pipeline schedules: generators, lowering, checker =====================================
@@ -3204,36 +2844,31 @@ dt_tensor *dt_expert_linear(
        rank 2 |..0123012.aa3bb.cc.ddaabbccdd....|
        rank 3 |...01230aa1bb2cc3ddaabbccdd......| */
 
-/* The computations of one rank, in the order in which the rank runs them. */
+/* The actions of one rank, in the order in which the rank runs them, are contiguous in the list of
+   all actions. */
 typedef struct dt__program {
-    dt_action *action;
-    int count, capacity; /* number of actions, and number for which `action` has memory */
-    int offset;          /* index of the first action in the list of all ranks' actions */
+    int offset, count; /* index of the first action in the list, and number of actions */
     int max_in_flight, slots;
 } dt__program;
 
 struct dt_schedule {
-    dt_ctx *ctx;
-    dt_listener listener;  /* frees the schedule when the context ends */
+    dt__object object;
     dt_schedule_desc desc; /* with defaults filled in; desc.name is NULL */
     char name[48];
-    int generating;       /* 1 while a generator runs */
     int stages, total;    /* number of stages, and of actions of all ranks */
     dt__program *program; /* (ranks) */
-    int *stage_of_chunk;  /* (ranks,chunks): the stage of each chunk */
-    int *chunk_of_stage;  /* (stages): for each stage its rank * chunks + its chunk */
-    /* (total): for each F the index of the rank's last earlier F that used the same slot; -1 if
-       there is none */
-    int *action_index;
+    dt_action *actions; /* (total): first the actions of rank 0, then those of rank 1, and so on */
+    /* while a generator runs: number of actions for which each rank has memory; else 0 */
+    int capacity;
+    int *stage_of_chunk; /* (ranks,chunks): the stage of each chunk */
+    int *chunk_of_stage; /* (stages): for each stage its rank * chunks + its chunk */
+    int *action_index;   /* (stages,micros,DT__ROLES): index of the first such action; -1: none */
     /* (total): for each F the index of the F of the same rank that used the slot before; -1 if
        there is none */
     int *previous_tenant;
-    dt_span *spans;        /* (total): work array */
-    int *cursor, *visited; /* (ranks): work arrays */
-    /* memory for the slots and edges of dt_pipe_run, allocated with the schedule so that no step
-       allocates memory */
-    void *pipe_memory;
-    size_t pipe_bytes;
+    dt_span *spans; /* (total): work array */
+    int *cursor;    /* (ranks): index of the next action of each rank in a simulation */
+    int *visited;   /* (ranks): work array */
 };
 
 /* The three entries of action_index; DT__ROLE_B is B or I. */
@@ -3246,6 +2881,12 @@ static int dt__role(dt_phase phase) {
 static int *dt__action_index(const dt_schedule *s, int stage, int micro, int role) {
     return &s->action_index[((size_t)stage * (size_t)s->desc.micros + (size_t)micro) * DT__ROLES +
                             (size_t)role];
+}
+
+/* Returns the index of the action that completes a backward, W or B; -1 if it is missing. */
+static int dt__backward_end(const dt_schedule *s, int stage, int micro) {
+    int weight = *dt__action_index(s, stage, micro, DT__ROLE_W);
+    return weight >= 0 ? weight : *dt__action_index(s, stage, micro, DT__ROLE_B);
 }
 
 int dt_schedule_ranks(const dt_schedule *s) { return s ? s->desc.ranks : 0; }
@@ -3269,7 +2910,7 @@ int dt_schedule_rank_of(const dt_schedule *s, int stage) {
 }
 
 const dt_action *dt_schedule_actions(const dt_schedule *s, int rank) {
-    return dt__program_of(s, rank) ? s->program[rank].action : NULL;
+    return dt__program_of(s, rank) ? s->actions + s->program[rank].offset : NULL;
 }
 
 int dt_schedule_count(const dt_schedule *s, int rank) {
@@ -3288,211 +2929,140 @@ int dt_schedule_offset(const dt_schedule *s, int rank) {
                                         : 0;
 }
 
-/* ---- generators ---- */
+/* ---- the generator of all kinds ---- */
 
 dt_status dt_schedule_add(dt_schedule *s, int rank, dt_phase phase, int micro, int chunk) {
-    if (!s || dt_error(s->ctx) != DT_OK) return s ? dt_error(s->ctx) : DT_ERR_ARG;
-    if (!s->generating)
-        return dt_fail(s->ctx, DT_ERR_ARG, "dt_schedule_add: only a generator may add");
+    if (!s || dt_error(s->object.ctx) != DT_OK) return s ? dt_error(s->object.ctx) : DT_ERR_ARG;
+    if (!s->capacity)
+        return dt_fail(s->object.ctx, DT_ERR_ARG, "dt_schedule_add: only a generator may add");
     if (phase < DT_FORWARD || phase > DT_BACKWARD_WEIGHT || rank < 0 || rank >= s->desc.ranks ||
         micro < 0 || micro >= s->desc.micros || chunk < 0 || chunk >= s->desc.chunks)
-        return dt_fail(s->ctx, DT_ERR_ARG,
+        return dt_fail(s->object.ctx, DT_ERR_ARG,
             "dt_schedule_add(%s): phase %d of micro-batch %d of %d in chunk %d of %d of "
             "rank %d of %d",
             s->name, (int)phase, micro, s->desc.micros, chunk, s->desc.chunks, rank, s->desc.ranks);
     dt__program *p = &s->program[rank];
-    int limit = 4 * s->desc.chunks * s->desc.micros; /* a correct schedule has fewer actions */
-    if (p->count >= limit)
-        return dt_fail(s->ctx, DT_ERR_ARG, "dt_schedule_add(%s): rank %d has %d actions already",
-            s->name, rank, limit);
-    dt_action *grown = (dt_action *)dt__grow(
-        s->ctx, p->action, p->count, &p->capacity, sizeof *grown, "a schedule");
-    if (!grown) return dt_error(s->ctx);
-    p->action = grown;
-    dt_action *a = &p->action[p->count++];
-    a->phase = phase;
-    a->micro = micro;
-    a->chunk = chunk;
+    if (p->count >= s->capacity)
+        return dt_fail(s->object.ctx, DT_ERR_ARG,
+            "dt_schedule_add(%s): rank %d has %d actions already", s->name, rank, s->capacity);
+    s->actions[p->offset + p->count++] =
+        (dt_action){ .phase = phase, .micro = micro, .chunk = chunk, .rank = rank };
     return DT_OK;
 }
 
-/* Naive schedule: runs one micro-batch at a time, forward through all stages and then backward. */
-static void dt__generate_naive(dt_schedule *s, void *user) {
-    (void)user;
-    for (int r = 0; r < s->desc.ranks; r++)
-        for (int j = 0; j < s->desc.micros; j++) {
-            dt_schedule_add(s, r, DT_FORWARD, j, 0);
-            dt_schedule_add(s, r, DT_BACKWARD, j, 0);
-        }
-}
-
-/* GPipe (AFAB): all forwards, then all backwards, so every rank holds all m micro-batches. */
-static void dt__generate_afab(dt_schedule *s, void *user) {
-    (void)user;
-    for (int r = 0; r < s->desc.ranks; r++) {
-        for (int j = 0; j < s->desc.micros; j++) dt_schedule_add(s, r, DT_FORWARD, j, 0);
-        for (int j = 0; j < s->desc.micros; j++) dt_schedule_add(s, r, DT_BACKWARD, j, 0);
+/* GPipe (AFAB), 1F1B (PipeDream-Flush), interleaved 1F1B and zero bubble (ZB-H1) differ in the
+   warm-up, the number of forwards that a rank runs before its first backward. AFAB runs all m first
+   and holds them. 1F1B runs as many as stages follow, the time until the first gradient comes back:
+   the bubble is the same, but rank r holds at most p - r micro-batches. Interleaved 1F1B has v
+   chunks per rank, each with 1/v of the rank's layers, so that the pipeline fills and drains v
+   times as fast; in return there are v times as many messages, and the warm-up is longer. */
+static int dt__warmup(const dt_schedule *s, int rank) {
+    int stages_after = s->desc.ranks - rank - 1;
+    switch (s->desc.kind) {
+    case DT_SCHEDULE_NAIVE: return 0;
+    case DT_SCHEDULE_AFAB: return s->desc.micros;
+    case DT_SCHEDULE_INTERLEAVED:
+        return 2 * stages_after + (s->desc.chunks - 1) * s->desc.micro_group;
+    default: return stages_after;
     }
 }
 
-/* 1F1B (PipeDream-Flush): a warm-up of p - r - 1 forwards, then one forward and one backward
-   alternate. Rank r runs the warm-up while the first micro-batch passes the p - r - 1 stages that
-   follow. The bubble equals the bubble of AFAB, but rank r holds at most p - r micro-batches. */
-static void dt__generate_1f1b(dt_schedule *s, void *user) {
-    int p = s->desc.ranks, m = s->desc.micros;
-    (void)user;
-    for (int r = 0; r < p; r++) {
-        int warmup = p - r - 1 < m ? p - r - 1 : m;
-        for (int j = 0; j < warmup; j++) dt_schedule_add(s, r, DT_FORWARD, j, 0);
-        for (int j = 0; j < m; j++) {
-            if (j + warmup < m) dt_schedule_add(s, r, DT_FORWARD, j + warmup, 0);
-            dt_schedule_add(s, r, DT_BACKWARD, j, 0);
-        }
-    }
-}
-
-/* Adds rank r's k-th forward or backward. The rank runs the forwards of a group of G micro-batches
-   in its first chunk, then in its second chunk, and so on; then the next group follows. The
-   backwards of a group begin with the last chunk. */
-static void dt__interleaved_add(dt_schedule *s, int r, int k, dt_phase phase) {
-    int v = s->desc.chunks, start = k / (s->desc.micro_group * v) * s->desc.micro_group,
-        left = s->desc.micros - start;
-    int size = left < s->desc.micro_group ? left : s->desc.micro_group,
-        chunk = (k - start * v) / size;
+/* Adds rank r's k-th action of a phase. The rank runs the forwards of a group of G micro-batches in
+   its first chunk, then in its second chunk, and so on; then the next group follows. The backwards
+   of a group begin with the last chunk. A rank with one chunk runs the micro-batches in order. */
+static void dt__add_kth(dt_schedule *s, int r, int k, dt_phase phase) {
+    int v = s->desc.chunks, group = s->desc.micro_group ? s->desc.micro_group : s->desc.micros;
+    int start = k / (group * v) * group, left = s->desc.micros - start;
+    int size = left < group ? left : group, chunk = (k - start * v) / size;
     dt_schedule_add(
         s, r, phase, start + (k - start * v) % size, phase == DT_FORWARD ? chunk : v - 1 - chunk);
 }
 
-/* Interleaved 1F1B: a rank has v chunks, each with 1/v of the rank's layers, so that the pipeline
-   fills and drains v times as fast. In return there are v times as many messages, and the warm-up
-   has more forwards. */
-static void dt__generate_interleaved(dt_schedule *s, void *user) {
-    int p = s->desc.ranks, all = s->desc.micros * s->desc.chunks;
-    (void)user;
-    for (int r = 0; r < p; r++) {
-        int warmup = 2 * (p - r - 1) + (s->desc.chunks - 1) * s->desc.micro_group;
-        if (warmup > all) warmup = all;
-        for (int k = 0; k < warmup; k++) dt__interleaved_add(s, r, k, DT_FORWARD);
-        for (int k = 0; k < all; k++) {
-            if (k + warmup < all) dt__interleaved_add(s, r, k + warmup, DT_FORWARD);
-            dt__interleaved_add(s, r, k, DT_BACKWARD);
+/* Generates all kinds: after the warm-up, one forward and one backward alternate. Zero bubble
+   (ZB-H1) splits the backward into I and W: the preceding stage waits only for I, and rank r delays
+   W by r micro-batches, into the time in which 1F1B would be idle. */
+static void dt__generate(dt_schedule *s) {
+    int split = s->desc.kind == DT_SCHEDULE_ZB, all = s->desc.micros * s->desc.chunks;
+    for (int r = 0; r < s->desc.ranks; r++) {
+        int warmup = dt__warmup(s, r) < all ? dt__warmup(s, r) : all, delay = split ? r : 0;
+        for (int k = 0; k < warmup; k++) dt__add_kth(s, r, k, DT_FORWARD);
+        for (int k = 0; k < all + delay; k++) {
+            if (k + warmup < all) dt__add_kth(s, r, k + warmup, DT_FORWARD);
+            if (k < all) dt__add_kth(s, r, k, split ? DT_BACKWARD_INPUT : DT_BACKWARD);
+            if (split && k >= delay) dt__add_kth(s, r, k - delay, DT_BACKWARD_WEIGHT);
         }
     }
 }
-
-/* Zero bubble (ZB-H1): 1F1B with the backward split into I and W. The preceding stage waits only
-   for I. Rank r delays W by r micro-batches, into the time in which 1F1B would be idle. */
-static void dt__generate_zb(dt_schedule *s, void *user) {
-    int p = s->desc.ranks, m = s->desc.micros;
-    (void)user;
-    for (int r = 0; r < p; r++) {
-        int warmup = p - r < m ? p - r : m;
-        for (int j = 0; j < warmup; j++) dt_schedule_add(s, r, DT_FORWARD, j, 0);
-        for (int j = 0; j < m + r; j++) {
-            if (j < m) dt_schedule_add(s, r, DT_BACKWARD_INPUT, j, 0);
-            if (j >= r) dt_schedule_add(s, r, DT_BACKWARD_WEIGHT, j - r, 0);
-            if (j + warmup < m) dt_schedule_add(s, r, DT_FORWARD, j + warmup, 0);
-        }
-    }
-}
-
-static const struct {
-    const char *name;
-    dt_schedule_fn generate;
-} dt__schedule_kinds[DT_SCHEDULES] = {
-    { .name = "naive", .generate = dt__generate_naive },
-    { .name = "AFAB", .generate = dt__generate_afab },
-    { .name = "1F1B", .generate = dt__generate_1f1b },
-    { .name = "interleaved", .generate = dt__generate_interleaved },
-    { .name = "zero-bubble", .generate = dt__generate_zb },
-};
 
 /* ---- dependencies of an action ---- */
 
 enum { DT__DEPEND_LOCAL = 0, DT__DEPEND_MESSAGE, DT__DEPEND_SLOT };
-/* A dependency: the action that must run first. `at` is the action's index in the program of
-   `rank`, or -1 if the schedule lacks the action. */
+/* A dependency: the index of the action that must run first, or -1 if the schedule lacks it. */
 typedef struct dt__dependency {
-    int rank, at, kind;
+    int at, kind;
 } dt__dependency;
-
-static dt__dependency dt__dependency_on(
-    const dt_schedule *s, int stage, int micro, int role, int kind) {
-    dt__dependency dependency = { s->chunk_of_stage[stage] / s->desc.chunks,
-        *dt__action_index(s, stage, micro, role), kind };
-    return dependency;
-}
 
 /* Writes the dependencies of an action to `out`, except for the order of its rank's program, and
    returns their number. DT__DEPEND_SLOT: the action's slot still holds a gradient that was sent, so
    the action waits until the receiver's action begins. For the other kinds the action waits until
    the action that it depends on has ended. */
-static int dt__dependencies(const dt_schedule *s, int rank, int at, dt__dependency out[2]) {
-    const dt_action *a = &s->program[rank].action[at];
-    int n = 0, role = dt__role(a->phase), before = s->previous_tenant[s->program[rank].offset + at];
-    if (role == DT__ROLE_F && a->stage > 0)
-        out[n++] = dt__dependency_on(s, a->stage - 1, a->micro, DT__ROLE_F, DT__DEPEND_MESSAGE);
+static int dt__dependencies(const dt_schedule *s, int at, dt__dependency out[2]) {
+    const dt_action *a = &s->actions[at];
+    int n = 0, role = dt__role(a->phase), before = s->previous_tenant[at];
+    int sender = role == DT__ROLE_F ? a->stage - 1 : a->stage + 1;
     if (role != DT__ROLE_F)
-        out[n++] = dt__dependency_on(s, a->stage, a->micro, role - 1, DT__DEPEND_LOCAL);
-    if (role == DT__ROLE_B && a->stage + 1 < s->stages)
-        out[n++] = dt__dependency_on(s, a->stage + 1, a->micro, DT__ROLE_B, DT__DEPEND_MESSAGE);
-    if (role == DT__ROLE_F && before >= 0) {
-        const dt_action *b = &s->program[rank].action[before];
-        if (b->stage > 0)
-            out[n++] = dt__dependency_on(s, b->stage - 1, b->micro, DT__ROLE_B, DT__DEPEND_SLOT);
-    }
+        out[n++] = (dt__dependency){ *dt__action_index(s, a->stage, a->micro, role - 1),
+            DT__DEPEND_LOCAL };
+    if (role != DT__ROLE_W && sender >= 0 && sender < s->stages)
+        out[n++] =
+            (dt__dependency){ *dt__action_index(s, sender, a->micro, role), DT__DEPEND_MESSAGE };
+    const dt_action *b = role == DT__ROLE_F && before >= 0 ? &s->actions[before] : NULL;
+    if (b && b->stage > 0)
+        out[n++] = (dt__dependency){ *dt__action_index(s, b->stage - 1, b->micro, DT__ROLE_B),
+            DT__DEPEND_SLOT };
     return n;
 }
 
 static double dt__action_cost(const dt_schedule_costs *c, const dt_action *a) {
-    const double *stage = c->stages ? c->stages + (size_t)a->stage * 3 : NULL;
-    double forward = stage ? stage[0] : c->forward, input = stage ? stage[1] : c->input;
-    double weight = stage ? stage[2] : c->weight;
-    if (a->phase == DT_FORWARD) return forward;
-    return a->phase == DT_BACKWARD         ? input + weight
-           : a->phase == DT_BACKWARD_INPUT ? input
-                                           : weight;
+    const double even[3] = { c->forward, c->input, c->weight };
+    const double *cost = c->stages ? c->stages + (size_t)a->stage * 3 : even;
+    return a->phase == DT_BACKWARD ? cost[1] + cost[2] : cost[dt__role(a->phase)];
 }
 
 /* Returns the earliest time at which the action can begin, or -1 if an action that it depends on
    has not run yet. */
 static double dt__earliest_begin(
-    const dt_schedule *s, const dt_schedule_costs *c, const dt_span *spans, int rank, int at) {
+    const dt_schedule *s, const dt_schedule_costs *c, const dt_span *spans, int at) {
     dt__dependency dependency[2];
-    double begin = at > 0 ? spans[s->program[rank].offset + at - 1].end : 0;
-    int n = dt__dependencies(s, rank, at, dependency);
+    int rank = s->actions[at].rank, n = dt__dependencies(s, at, dependency);
+    double begin = at > s->program[rank].offset ? spans[at - 1].end : 0;
     for (int i = 0; i < n; i++) {
-        if (dependency[i].at < 0) return -1;
-        dt_span span = spans[s->program[dependency[i].rank].offset + dependency[i].at];
-        if (span.end < span.begin) return -1;
-        double ready = dependency[i].kind == DT__DEPEND_SLOT ? span.begin : span.end;
-        if (dependency[i].kind == DT__DEPEND_MESSAGE && dependency[i].rank != rank)
-            ready += c->message;
+        int on = dependency[i].at, kind = dependency[i].kind;
+        if (on < 0 || spans[on].end < spans[on].begin) return -1;
+        double ready = kind == DT__DEPEND_SLOT ? spans[on].begin : spans[on].end;
+        if (kind == DT__DEPEND_MESSAGE && s->actions[on].rank != rank) ready += c->message;
         if (ready > begin) begin = ready;
     }
     return begin;
 }
 
 /* The simulator. Repeatedly runs every rank as far as its dependencies allow, until no rank
-   advances. Returns 1 if all actions ran, 0 if the ranks are deadlocked. s->cursor has the index of
-   each rank's next action. */
+   advances. Returns 1 if all actions ran, 0 if the ranks are deadlocked; s->cursor then says where
+   each rank stopped. */
 static int dt__simulate(const dt_schedule *s, const dt_schedule_costs *c, dt_span *spans) {
     dt_span never = { 0, -1 };
     int done = 0, moved = 1;
     for (int i = 0; i < s->total; i++) spans[i] = never;
-    memset(s->cursor, 0, (size_t)s->desc.ranks * sizeof *s->cursor);
-    while (moved) {
+    for (int r = 0; r < s->desc.ranks; r++) s->cursor[r] = s->program[r].offset;
+    for (; moved; done += moved) {
         moved = 0;
         for (int r = 0; r < s->desc.ranks; r++)
-            for (const dt__program *p = &s->program[r]; s->cursor[r] < p->count;
-                 s->cursor[r]++, moved++) {
-                double begin = dt__earliest_begin(s, c, spans, r, s->cursor[r]);
+            for (int *at = &s->cursor[r]; *at < dt_schedule_offset(s, r + 1); ++*at, moved++) {
+                double begin = dt__earliest_begin(s, c, spans, *at);
                 if (begin < 0) break;
-                spans[p->offset + s->cursor[r]].begin = begin;
-                spans[p->offset + s->cursor[r]].end =
-                    begin + dt__action_cost(c, &p->action[s->cursor[r]]);
+                spans[*at].begin = begin;
+                spans[*at].end = begin + dt__action_cost(c, &s->actions[*at]);
             }
-        done += moved;
     }
     return done == s->total;
 }
@@ -3503,18 +3073,17 @@ static int dt__simulate(const dt_schedule *s, const dt_schedule_costs *c, dt_spa
 static void dt__lower_messages(dt_schedule *s) {
     size_t computations = (size_t)s->stages * (size_t)s->desc.micros * DT__ROLES;
     for (size_t i = 0; i < computations; i++) s->action_index[i] = -1;
-    for (int r = 0; r < s->desc.ranks; r++)
-        for (int i = 0; i < s->program[r].count; i++) {
-            dt_action *a = &s->program[r].action[i];
-            int role = dt__role(a->phase);
-            a->stage = s->stage_of_chunk[r * s->desc.chunks + a->chunk];
-            int previous_rank = dt_schedule_rank_of(s, a->stage - 1),
-                next_rank = dt_schedule_rank_of(s, a->stage + 1);
-            a->recv_from = role == DT__ROLE_F ? previous_rank : role == DT__ROLE_B ? next_rank : -1;
-            a->send_to = role == DT__ROLE_F ? next_rank : role == DT__ROLE_B ? previous_rank : -1;
-            int *index = dt__action_index(s, a->stage, a->micro, role);
-            if (*index < 0) *index = i;
-        }
+    for (int i = 0; i < s->total; i++) {
+        dt_action *a = &s->actions[i];
+        int role = dt__role(a->phase);
+        a->stage = dt_schedule_stage_of(s, a->rank, a->chunk);
+        int previous_rank = dt_schedule_rank_of(s, a->stage - 1),
+            next_rank = dt_schedule_rank_of(s, a->stage + 1);
+        a->recv_from = role == DT__ROLE_F ? previous_rank : role == DT__ROLE_B ? next_rank : -1;
+        a->send_to = role == DT__ROLE_F ? next_rank : role == DT__ROLE_B ? previous_rank : -1;
+        int *index = dt__action_index(s, a->stage, a->micro, role);
+        if (*index < 0) *index = i;
+    }
 }
 
 /* State of a slot: the time at which the slot is free again, and the index of the last F that took
@@ -3528,17 +3097,13 @@ typedef struct dt__slot {
    and the receiver of the gradient has begun. The times come from s->spans. If timed is 0, these
    times are only positions in each rank's program, which cannot be compared between ranks, so the
    function leaves out a receiver on another rank. */
-static double dt__slot_free_time(const dt_schedule *s, int rank, int at, int timed) {
-    const dt_action *a = &s->program[rank].action[at];
-    int weight = *dt__action_index(s, a->stage, a->micro, DT__ROLE_W), last = weight;
-    if (last < 0) last = *dt__action_index(s, a->stage, a->micro, DT__ROLE_B);
+static double dt__slot_free_time(const dt_schedule *s, int at, int timed) {
+    const dt_action *a = &s->actions[at];
+    int last = dt__backward_end(s, a->stage, a->micro);
     if (last < at) return INFINITY; /* wrong schedule: the backward is missing or precedes F */
-    double time = s->spans[s->program[rank].offset + last].end;
-    int receiver_rank = dt_schedule_rank_of(s, a->stage - 1);
     int receiver = a->stage > 0 ? *dt__action_index(s, a->stage - 1, a->micro, DT__ROLE_B) : -1;
-    if (receiver < 0 || (!timed && receiver_rank != rank)) return time;
-    double begins = s->spans[s->program[receiver_rank].offset + receiver].begin;
-    return begins > time ? begins : time;
+    if (receiver < 0 || (!timed && s->actions[receiver].rank != a->rank)) return s->spans[last].end;
+    return fmax(s->spans[receiver].begin, s->spans[last].end);
 }
 
 /* Greedy allocation: an F takes the slot that has been free longest, or a new slot if no slot is
@@ -3550,20 +3115,20 @@ static void dt__allocate_slots(dt_schedule *s, int rank, int timed, dt__slot *sl
         slot[k].free_at = -INFINITY;
         slot[k].tenant = -1;
     }
-    for (int i = 0; i < p->count; i++) {
-        dt_action *a = &p->action[i];
+    for (int i = p->offset; i < p->offset + p->count; i++) {
+        dt_action *a = &s->actions[i];
         a->slot = -1;
         if (a->phase != DT_FORWARD) continue;
         int best = p->slots;
         for (int k = 0; k < p->slots; k++)
-            if (slot[k].free_at <= s->spans[p->offset + i].begin &&
+            if (slot[k].free_at <= s->spans[i].begin &&
                 (best == p->slots || slot[k].free_at < slot[best].free_at))
                 best = k;
-        s->previous_tenant[p->offset + i] = best < p->slots ? slot[best].tenant : -1;
+        s->previous_tenant[i] = best < p->slots ? slot[best].tenant : -1;
         if (best == p->slots) p->slots++;
         a->slot = best;
         slot[best].tenant = i;
-        slot[best].free_at = dt__slot_free_time(s, rank, i, timed);
+        slot[best].free_at = dt__slot_free_time(s, i, timed);
     }
 }
 
@@ -3571,168 +3136,147 @@ static void dt__allocate_slots(dt_schedule *s, int rank, int timed, dt__slot *sl
 static void dt__lower_slots(dt_schedule *s, int rank, int timed, dt__slot *slot) {
     dt__program *p = &s->program[rank];
     int live = 0, forwards = 0;
-    for (int i = 0; i < p->count; i++) forwards += p->action[i].phase == DT_FORWARD;
     /* p->slots is 0 here, so this call finds the smallest number of slots */
     dt__allocate_slots(s, rank, timed, slot);
+    for (int i = p->offset; i < p->offset + p->count; i++) {
+        dt_action *a = &s->actions[i];
+        forwards += a->phase == DT_FORWARD;
+        live +=
+            (a->phase == DT_FORWARD) - (a->phase == DT_BACKWARD || a->phase == DT_BACKWARD_WEIGHT);
+        if (live > p->max_in_flight) p->max_in_flight = live;
+    }
     if (s->desc.extra_slots > 0) {
         p->slots =
             s->desc.extra_slots < forwards - p->slots ? p->slots + s->desc.extra_slots : forwards;
         dt__allocate_slots(s, rank, timed, slot);
     }
-    for (int i = 0; i < p->count; i++) {
-        dt_action *a = &p->action[i];
+    for (int i = p->offset; i < p->offset + p->count; i++) {
+        dt_action *a = &s->actions[i];
         int forward = *dt__action_index(s, a->stage, a->micro, DT__ROLE_F);
-        if (a->phase != DT_FORWARD && forward >= 0) a->slot = p->action[forward].slot;
-        live +=
-            (a->phase == DT_FORWARD) - (a->phase == DT_BACKWARD || a->phase == DT_BACKWARD_WEIGHT);
-        if (live > p->max_in_flight) p->max_in_flight = live;
+        if (a->phase != DT_FORWARD && forward >= 0) a->slot = s->actions[forward].slot;
     }
 }
 
-/* Lowers the schedule: adds messages and slots. Slots are allocated by the times of a simulated run
-   in which all stages take the same time and no rank waits for slots. If that run deadlocks, or if
-   desc.min_slots is 1, slots are allocated by the order of each rank's program instead. */
+/* Lowers the schedule: packs the actions of all ranks and adds messages and slots. Slots are
+   allocated by the times of a simulated run in which all stages take the same time and no rank
+   waits for slots. If that run deadlocks, or if desc.min_slots is 1, slots are allocated by the
+   order of each rank's program instead. */
 static dt_status dt__schedule_lower(dt_schedule *s) {
     dt_schedule_costs even = { .forward = 1, .input = 1, .weight = 1 };
-    int max_count = 0, timed;
-    s->total = 0;
+    int max_count = 0;
     for (int r = 0; r < s->desc.ranks; r++) {
-        s->program[r].offset = s->total;
-        s->total += s->program[r].count;
-        if (s->program[r].count > max_count) max_count = s->program[r].count;
+        dt__program *p = &s->program[r];
+        memmove(
+            s->actions + s->total, s->actions + p->offset, (size_t)p->count * sizeof(dt_action));
+        p->offset = s->total;
+        s->total += p->count;
+        if (p->count > max_count) max_count = p->count;
     }
-    size_t total = (size_t)s->total, slots = (size_t)max_count * sizeof(dt__slot);
-    s->previous_tenant =
-        (int *)dt_alloc(s->ctx, DT_MEM_HOST, total * sizeof *s->previous_tenant, "a schedule");
-    s->spans = (dt_span *)dt_alloc(s->ctx, DT_MEM_HOST, total * sizeof *s->spans, "a schedule");
-    dt__slot *slot = (dt__slot *)dt_alloc(s->ctx, DT_MEM_HOST, slots, "a schedule");
-    if (dt_error(s->ctx) == DT_OK) {
-        for (size_t i = 0; i < total; i++) s->previous_tenant[i] = -1;
-        dt__lower_messages(s);
-        timed = dt__simulate(s, &even, s->spans) && !s->desc.min_slots;
-        for (int r = 0; r < s->desc.ranks && !timed; r++)
-            for (int i = 0; i < s->program[r].count; i++) {
-                s->spans[s->program[r].offset + i].begin = i;
-                s->spans[s->program[r].offset + i].end = i + 1;
-            }
-        for (int r = 0; r < s->desc.ranks; r++) dt__lower_slots(s, r, timed, slot);
+    size_t total = (size_t)s->total;
+    s->previous_tenant = (int *)dt__object_alloc(&s->object, total * sizeof *s->previous_tenant);
+    s->spans = (dt_span *)dt__object_alloc(&s->object, total * sizeof *s->spans);
+    dt__slot *slot = (dt__slot *)dt__object_alloc(&s->object, (size_t)max_count * sizeof *slot);
+    if (dt_error(s->object.ctx) != DT_OK) return dt_error(s->object.ctx);
+    for (int i = 0; i < s->total; i++) s->previous_tenant[i] = -1;
+    dt__lower_messages(s);
+    int timed = dt__simulate(s, &even, s->spans) && !s->desc.min_slots;
+    for (int i = 0; i < s->total && !timed; i++) {
+        s->spans[i].begin = i;
+        s->spans[i].end = i + 1;
     }
-    dt_free(s->ctx, DT_MEM_HOST, slot, slots);
-    return dt_error(s->ctx);
+    for (int r = 0; r < s->desc.ranks; r++) dt__lower_slots(s, r, timed, slot);
+    return DT_OK;
 }
 
 /* ---- the checker ---- */
 
 static dt__text dt__action_text(const dt_schedule *s, dt_phase phase, int micro, int chunk) {
     static const char *const names[] = { "?", "F", "B", "I", "W" };
-    dt__text t;
-    if (s->desc.chunks == 1)
-        snprintf(t.s, sizeof t.s, "%s(micro %d)", names[phase], micro);
-    else
-        snprintf(t.s, sizeof t.s, "%s(micro %d, chunk %d)", names[phase], micro, chunk);
-    return t;
+    return s->desc.chunks == 1 ? dt__format("%s(micro %d)", names[phase], micro)
+                               : dt__format("%s(micro %d, chunk %d)", names[phase], micro, chunk);
 }
 
-static dt__text dt__action_text_at(const dt_schedule *s, int rank, int at) {
-    const dt_action *a = &s->program[rank].action[at];
+static dt__text dt__action_text_at(const dt_schedule *s, int at) {
+    const dt_action *a = &s->actions[at];
     return dt__action_text(s, a->phase, a->micro, a->chunk);
 }
 
 /* Checks that each computation occurs once. */
 static dt_status dt__check_complete(const dt_schedule *s, dt__strbuf *t) {
-    for (int r = 0; r < s->desc.ranks; r++)
-        for (int i = 0; i < s->program[r].count; i++) {
-            const dt_action *a = &s->program[r].action[i];
-            if (*dt__action_index(s, a->stage, a->micro, dt__role(a->phase)) == i) continue;
-            return dt__strbuf_add(t, "rank %d: %s comes a second time, as its action %d", r,
-                dt__action_text_at(s, r, i).s, i);
+    for (int i = 0; i < s->total; i++) {
+        const dt_action *a = &s->actions[i];
+        if (*dt__action_index(s, a->stage, a->micro, dt__role(a->phase)) == i) continue;
+        return dt__strbuf_add(t, "rank %d: %s comes a second time, as its action %d", a->rank,
+            dt__action_text_at(s, i).s, i - s->program[a->rank].offset);
+    }
+    for (int i = 0; i < s->stages * s->desc.micros; i++) {
+        int stage = i / s->desc.micros, j = i % s->desc.micros, r = dt_schedule_rank_of(s, stage);
+        int chunk = s->chunk_of_stage[stage] % s->desc.chunks;
+        int back = *dt__action_index(s, stage, j, DT__ROLE_B),
+            weight = *dt__action_index(s, stage, j, DT__ROLE_W);
+        int full_backward = back >= 0 && s->actions[back].phase == DT_BACKWARD;
+        dt_phase missing = DT_FORWARD;
+        if (*dt__action_index(s, stage, j, DT__ROLE_F) >= 0) {
+            if (back >= 0 && full_backward == (weight < 0)) continue;
+            missing = back >= 0     ? DT_BACKWARD_WEIGHT
+                      : weight >= 0 ? DT_BACKWARD_INPUT
+                                    : DT_BACKWARD;
         }
-    for (int stage = 0; stage < s->stages; stage++)
-        for (int j = 0; j < s->desc.micros; j++) {
-            int r = dt_schedule_rank_of(s, stage),
-                chunk = s->chunk_of_stage[stage] % s->desc.chunks;
-            int back = *dt__action_index(s, stage, j, DT__ROLE_B),
-                weight = *dt__action_index(s, stage, j, DT__ROLE_W);
-            int full_backward = back >= 0 && s->program[r].action[back].phase == DT_BACKWARD;
-            dt_phase missing = DT_FORWARD;
-            if (*dt__action_index(s, stage, j, DT__ROLE_F) >= 0) {
-                if (back >= 0 && full_backward == (weight < 0)) continue;
-                missing = back >= 0     ? DT_BACKWARD_WEIGHT
-                          : weight >= 0 ? DT_BACKWARD_INPUT
-                                        : DT_BACKWARD;
-            }
-            if (missing == DT_BACKWARD_WEIGHT && full_backward)
-                return dt__strbuf_add(t,
-                    "rank %d: %s occurs besides %s, which is the full backward", r,
-                    dt__action_text(s, missing, j, chunk).s, dt__action_text_at(s, r, back).s);
-            return dt__strbuf_add(
-                t, "rank %d: %s is missing", r, dt__action_text(s, missing, j, chunk).s);
-        }
+        if (missing == DT_BACKWARD_WEIGHT && full_backward)
+            return dt__strbuf_add(t, "rank %d: %s occurs besides %s, which is the full backward", r,
+                dt__action_text(s, missing, j, chunk).s, dt__action_text_at(s, back).s);
+        return dt__strbuf_add(
+            t, "rank %d: %s is missing", r, dt__action_text(s, missing, j, chunk).s);
+    }
     return DT_OK;
 }
 
 /* Returns a dependency for which a stopped rank still waits. */
 static dt__dependency dt__unmet_dependency(const dt_schedule *s, int rank) {
-    dt__dependency dependency[2], none = { -1, -1, DT__DEPEND_LOCAL };
-    int n = dt__dependencies(s, rank, s->cursor[rank], dependency);
-    for (int i = 0; i < n; i++) {
-        dt_span span = s->spans[s->program[dependency[i].rank].offset + dependency[i].at];
-        if (span.end < span.begin) return dependency[i];
-    }
-    return none;
+    dt__dependency dependency[2] = { { -1, 0 }, { -1, 0 } };
+    int i = 0, n = dt__dependencies(s, s->cursor[rank], dependency);
+    while (i < n - 1 && s->spans[dependency[i].at].end >= s->spans[dependency[i].at].begin) i++;
+    return dependency[i];
 }
 
 /* Deadlock detection after the simulation has stopped. Every stopped rank waits for a stopped rank,
    which may be itself, so the path from each rank to the rank for which it waits ends in a cycle.
    Writes the cycle and returns its number of ranks. */
 static int dt__check_cycle(const dt_schedule *s, dt__strbuf *t) {
-    int r = 0, first, n = 0;
+    int r = 0, n = 0;
     memset(s->visited, 0, (size_t)s->desc.ranks * sizeof *s->visited);
-    while (s->cursor[r] == s->program[r].count) r++;
-    while (!s->visited[r]) {
-        s->visited[r] = 1;
-        r = dt__unmet_dependency(s, r).rank;
-    }
-    first = r;
+    while (s->cursor[r] == dt_schedule_offset(s, r + 1)) r++;
+    for (; !s->visited[r]; r = s->actions[dt__unmet_dependency(s, r).at].rank) s->visited[r] = 1;
+    int first = r;
     dt__strbuf_add(t, "deadlock: ");
     do {
-        dt__dependency dependency = dt__unmet_dependency(s, r);
-        int front = s->cursor[dependency.rank];
-        dt__strbuf_add(t, "%srank %d waits at %s ", n++ ? "; " : "", r,
-            dt__action_text_at(s, r, s->cursor[r]).s);
-        if (dependency.kind == DT__DEPEND_SLOT) {
-            dt__strbuf_add(t, "for its slot %d, until rank %d begins %s",
-                s->program[r].action[s->cursor[r]].slot, dependency.rank,
-                dt__action_text_at(s, dependency.rank, dependency.at).s);
-        } else {
-            dt__strbuf_add(t, "for %s", dt__action_text_at(s, dependency.rank, dependency.at).s);
-            if (dependency.rank != r) dt__strbuf_add(t, " of rank %d", dependency.rank);
-        }
-        if (dependency.at != front)
-            dt__strbuf_add(
-                t, ", which is queued behind %s", dt__action_text_at(s, dependency.rank, front).s);
-        r = dependency.rank;
+        dt__dependency on = dt__unmet_dependency(s, r);
+        int at = s->cursor[r], next = s->actions[on.at].rank, front = s->cursor[next];
+        dt__strbuf_add(
+            t, "%srank %d waits at %s ", n++ ? "; " : "", r, dt__action_text_at(s, at).s);
+        if (on.kind == DT__DEPEND_SLOT)
+            dt__strbuf_add(t, "for its slot %d, until rank %d begins %s", s->actions[at].slot, next,
+                dt__action_text_at(s, on.at).s);
+        else
+            dt__strbuf_add(t, "for %s", dt__action_text_at(s, on.at).s);
+        if (on.kind != DT__DEPEND_SLOT && next != r) dt__strbuf_add(t, " of rank %d", next);
+        if (on.at != front)
+            dt__strbuf_add(t, ", which is queued behind %s", dt__action_text_at(s, front).s);
+        r = next;
     } while (r != first);
     return n;
 }
 
 /* Checks that B and W of a chunk accumulate gradients in ascending order of micro-batches. */
 static dt_status dt__check_order(const dt_schedule *s, dt__strbuf *t) {
-    for (int r = 0; r < s->desc.ranks; r++)
-        for (int chunk = 0; chunk < s->desc.chunks; chunk++) {
-            const dt_action *last = NULL;
-            for (int i = 0; i < s->program[r].count; i++) {
-                const dt_action *a = &s->program[r].action[i];
-                if (a->chunk != chunk ||
-                    (a->phase != DT_BACKWARD && a->phase != DT_BACKWARD_WEIGHT))
-                    continue;
-                if (last && a->micro < last->micro)
-                    return dt__strbuf_add(t,
-                        "rank %d: %s comes after %s, but gradients are added in ascending order", r,
-                        dt__action_text_at(s, r, i).s,
-                        dt__action_text(s, last->phase, last->micro, chunk).s);
-                last = a;
-            }
+    for (int stage = 0; stage < s->stages; stage++)
+        for (int j = 1; j < s->desc.micros; j++) {
+            int before = dt__backward_end(s, stage, j - 1), at = dt__backward_end(s, stage, j);
+            if (before > at)
+                return dt__strbuf_add(t,
+                    "rank %d: %s comes after %s, but gradients are added in ascending order",
+                    s->actions[at].rank, dt__action_text_at(s, before).s,
+                    dt__action_text_at(s, at).s);
         }
     return DT_OK;
 }
@@ -3745,14 +3289,14 @@ dt_status dt_schedule_check(
     memset(&f, 0, sizeof f);
     if (metrics) *metrics = f;
     if (!s) return dt__strbuf_add(&t, "no schedule");
+    f.actions = s->total;
     for (int r = 0; r < s->desc.ranks; r++) {
-        const dt__program *p = &s->program[r];
-        f.actions += p->count;
-        if (p->max_in_flight > f.max_in_flight) f.max_in_flight = p->max_in_flight;
-        if (p->slots > f.max_slots) f.max_slots = p->slots;
-        for (int i = 0; i < p->count; i++)
-            f.messages += p->action[i].send_to >= 0 && p->action[i].send_to != r;
+        if (s->program[r].max_in_flight > f.max_in_flight)
+            f.max_in_flight = s->program[r].max_in_flight;
+        if (s->program[r].slots > f.max_slots) f.max_slots = s->program[r].slots;
     }
+    for (int i = 0; i < s->total; i++)
+        f.messages += s->actions[i].send_to >= 0 && s->actions[i].send_to != s->actions[i].rank;
     dt_status status = dt__check_complete(s, &t);
     if (status == DT_OK && !dt__simulate(s, &even, s->spans)) {
         f.cycle_length = dt__check_cycle(s, &t);
@@ -3765,32 +3309,10 @@ dt_status dt_schedule_check(
 
 // ==== 18. Pipeline schedules: making, simulation, partition, drawings ===========================
 
-static size_t dt__pipe_bytes(const dt_schedule *s);
+void dt_schedule_free(dt_schedule *s) { dt__object_free(s ? &s->object : NULL); }
 
-static void dt__schedule_release(dt_ctx *ctx, void *user) {
-    dt_schedule *s = (dt_schedule *)user;
-    size_t ranks = (size_t)s->desc.ranks, stages = (size_t)s->stages;
-    for (int r = 0; r < s->desc.ranks && s->program; r++)
-        dt_free(ctx, DT_MEM_HOST, s->program[r].action,
-            (size_t)s->program[r].capacity * sizeof(dt_action));
-    dt_free(ctx, DT_MEM_HOST, s->program, ranks * sizeof *s->program);
-    dt_free(ctx, DT_MEM_HOST, s->stage_of_chunk, stages * sizeof *s->stage_of_chunk);
-    dt_free(ctx, DT_MEM_HOST, s->chunk_of_stage, stages * sizeof *s->chunk_of_stage);
-    dt_free(ctx, DT_MEM_HOST, s->action_index,
-        stages * (size_t)s->desc.micros * DT__ROLES * sizeof *s->action_index);
-    dt_free(ctx, DT_MEM_HOST, s->previous_tenant, (size_t)s->total * sizeof *s->previous_tenant);
-    dt_free(ctx, DT_MEM_HOST, s->spans, (size_t)s->total * sizeof *s->spans);
-    dt_free(ctx, DT_MEM_HOST, s->cursor, ranks * sizeof *s->cursor);
-    dt_free(ctx, DT_MEM_HOST, s->visited, ranks * sizeof *s->visited);
-    dt_free(ctx, DT_MEM_HOST, s->pipe_memory, s->pipe_bytes);
-    dt_free(ctx, DT_MEM_HOST, s, sizeof *s);
-}
-
-void dt_schedule_free(dt_schedule *s) {
-    if (!s) return;
-    dt_unlisten(s->ctx, &s->listener);
-    dt__schedule_release(s->ctx, s);
-}
+static const char *const dt__schedule_kinds[DT_SCHEDULES] = { "naive", "AFAB", "1F1B",
+    "interleaved", "zero-bubble" };
 
 /* Returns 1 if m micro-batches for p ranks can be split into groups of g. A last, smaller group
    must also have at least p micro-batches, so that it fills all ranks; with m < p the only group is
@@ -3807,6 +3329,7 @@ static dt_status dt__schedule_resolve(dt_ctx *ctx, dt_schedule_desc *d) {
     if (!d->generate && (d->kind < 0 || d->kind >= DT_SCHEDULES))
         return dt_fail(
             ctx, DT_ERR_ARG, "dt_schedule_make: there is no kind %d of schedule", d->kind);
+    if (!d->name) d->name = d->generate ? "custom schedule" : dt__schedule_kinds[d->kind];
     if (d->chunks == 0) d->chunks = interleaved ? 2 : 1;
     if (d->ranks < 1 || d->micros < 1 || d->chunks < 1 || (int64_t)d->ranks * d->chunks > limit ||
         (int64_t)d->ranks * d->chunks * d->micros > limit)
@@ -3817,7 +3340,7 @@ static dt_status dt__schedule_resolve(dt_ctx *ctx, dt_schedule_desc *d) {
     if (!interleaved && !d->generate && d->chunks > 1)
         return dt_fail(ctx, DT_ERR_ARG,
             "dt_schedule_make(%s): %d chunks; only interleaved has several",
-            dt__schedule_kinds[d->kind].name, d->chunks);
+            dt__schedule_kinds[d->kind], d->chunks);
     if (d->extra_slots < 0)
         return dt_fail(ctx, DT_ERR_ARG, "dt_schedule_make: %d extra slots", d->extra_slots);
     if (!interleaved && d->micro_group != 0)
@@ -3836,17 +3359,18 @@ static dt_status dt__schedule_resolve(dt_ctx *ctx, dt_schedule_desc *d) {
 
 /* Fills the maps from chunks to stages and from stages to chunks. */
 static dt_status dt__map_stages(dt_schedule *s) {
+    dt_ctx *ctx = s->object.ctx;
     for (int i = 0; i < s->stages; i++) s->chunk_of_stage[i] = -1;
     for (int i = 0; i < s->stages; i++) {
         int r = i / s->desc.chunks, chunk = i % s->desc.chunks;
         int stage =
             s->desc.stage_of ? s->desc.stage_of(r, chunk, s->desc.user) : chunk * s->desc.ranks + r;
         if (stage < 0 || stage >= s->stages)
-            return dt_fail(s->ctx, DT_ERR_ARG,
+            return dt_fail(ctx, DT_ERR_ARG,
                 "dt_schedule_make(%s): chunk %d of rank %d is stage %d of %d", s->name, chunk, r,
                 stage, s->stages);
         if (s->chunk_of_stage[stage] >= 0)
-            return dt_fail(s->ctx, DT_ERR_ARG,
+            return dt_fail(ctx, DT_ERR_ARG,
                 "dt_schedule_make(%s): stage %d is chunk %d of rank %d and chunk %d of "
                 "rank %d",
                 s->name, stage, s->chunk_of_stage[stage] % s->desc.chunks,
@@ -3858,30 +3382,24 @@ static dt_status dt__map_stages(dt_schedule *s) {
 }
 
 static dt_schedule *dt__schedule_new(dt_ctx *ctx, dt_schedule_desc d) {
-    size_t ranks = (size_t)d.ranks, stages = ranks * (size_t)d.chunks;
-    dt_schedule *s = (dt_schedule *)dt__host_zeroed(ctx, sizeof *s, "a schedule");
+    size_t ranks = (size_t)d.ranks, stages = ranks * (size_t)d.chunks, ints = sizeof(int);
+    dt_schedule *s = (dt_schedule *)dt__object_new(ctx, sizeof *s, "a schedule", NULL);
     if (!s) return NULL;
-    s->ctx = ctx;
     s->desc = d;
     s->desc.name = NULL;
     s->stages = (int)stages;
-    snprintf(s->name, sizeof s->name, "%.47s",
-        dt__printable_name(d.name       ? d.name
-                           : d.generate ? "custom schedule"
-                                        : dt__schedule_kinds[d.kind].name)
-            .s);
-    s->listener.closing = dt__schedule_release;
-    s->listener.user = s;
-    dt_listen(ctx, &s->listener);
-    s->program = (dt__program *)dt__host_zeroed(ctx, ranks * sizeof *s->program, "a schedule");
-    s->stage_of_chunk =
-        (int *)dt_alloc(ctx, DT_MEM_HOST, stages * sizeof *s->stage_of_chunk, "a schedule");
-    s->chunk_of_stage =
-        (int *)dt_alloc(ctx, DT_MEM_HOST, stages * sizeof *s->chunk_of_stage, "a schedule");
-    s->action_index = (int *)dt_alloc(ctx, DT_MEM_HOST,
-        stages * (size_t)d.micros * DT__ROLES * sizeof *s->action_index, "a schedule");
-    s->cursor = (int *)dt_alloc(ctx, DT_MEM_HOST, ranks * sizeof *s->cursor, "a schedule");
-    s->visited = (int *)dt_alloc(ctx, DT_MEM_HOST, ranks * sizeof *s->visited, "a schedule");
+    s->capacity = 4 * d.chunks * d.micros; /* a correct schedule has fewer actions */
+    snprintf(s->name, sizeof s->name, "%.47s", dt__printable_name(d.name).s);
+    s->program = (dt__program *)dt__object_alloc(&s->object, ranks * sizeof *s->program);
+    s->actions =
+        (dt_action *)dt__object_alloc(&s->object, ranks * (size_t)s->capacity * sizeof *s->actions);
+    s->stage_of_chunk = (int *)dt__object_alloc(&s->object, stages * ints);
+    s->chunk_of_stage = (int *)dt__object_alloc(&s->object, stages * ints);
+    s->action_index =
+        (int *)dt__object_alloc(&s->object, stages * (size_t)d.micros * DT__ROLES * ints);
+    s->cursor = (int *)dt__object_alloc(&s->object, ranks * ints);
+    s->visited = (int *)dt__object_alloc(&s->object, ranks * ints);
+    for (int r = 0; r < d.ranks && s->program; r++) s->program[r].offset = r * s->capacity;
     return s;
 }
 
@@ -3891,23 +3409,16 @@ dt_schedule *dt_schedule_make(dt_ctx *ctx, dt_schedule_desc desc) {
     dt_schedule *s = dt__schedule_new(ctx, desc);
     if (!s) return NULL;
     if (dt_error(ctx) == DT_OK && dt__map_stages(s) == DT_OK) {
-        s->generating = 1;
         if (desc.generate)
             desc.generate(s, desc.user);
         else
-            dt__schedule_kinds[desc.kind].generate(s, NULL);
-        s->generating = 0;
+            dt__generate(s);
     }
+    s->capacity = 0;
     if (dt_error(ctx) == DT_OK && dt__schedule_lower(s) == DT_OK && !desc.unchecked &&
         dt_schedule_check(s, NULL, why, sizeof why) != DT_OK)
         dt_fail(ctx, DT_ERR_ARG, "dt_schedule_make(%s): %s", s->name, why);
-    if (dt_error(ctx) == DT_OK) {
-        s->pipe_bytes = dt__pipe_bytes(s);
-        s->pipe_memory = dt_alloc(ctx, DT_MEM_HOST, s->pipe_bytes, "a schedule");
-    }
-    if (dt_error(ctx) == DT_OK) return s;
-    dt_schedule_free(s);
-    return NULL;
+    return (dt_schedule *)dt__object_made(&s->object);
 }
 
 /* ---- the simulator ---- */
@@ -3915,36 +3426,44 @@ dt_schedule *dt_schedule_make(dt_ctx *ctx, dt_schedule_desc desc) {
 static int dt__seconds_ok(double x) { return x >= 0 && isfinite(x); }
 
 dt_status dt_schedule_simulate(const dt_schedule *s, dt_schedule_costs c, dt_span *spans) {
-    if (!s || dt_error(s->ctx) != DT_OK) return s ? dt_error(s->ctx) : DT_ERR_ARG;
+    dt_ctx *ctx = s ? s->object.ctx : NULL;
+    if (!s || dt_error(ctx) != DT_OK) return s ? dt_error(ctx) : DT_ERR_ARG;
     int ok = dt__seconds_ok(c.message);
     if (!c.stages)
         ok &= dt__seconds_ok(c.forward) & dt__seconds_ok(c.input) & dt__seconds_ok(c.weight);
     for (int i = 0; c.stages && i < 3 * s->stages; i++) ok &= dt__seconds_ok(c.stages[i]);
-    if (!spans)
-        return dt_fail(s->ctx, DT_ERR_ARG, "dt_schedule_simulate(%s): spans is NULL", s->name);
+    if (!spans) return dt_fail(ctx, DT_ERR_ARG, "dt_schedule_simulate(%s): spans is NULL", s->name);
     if (!ok)
-        return dt_fail(s->ctx, DT_ERR_ARG,
-            "dt_schedule_simulate(%s): a cost is negative or not finite", s->name);
+        return dt_fail(
+            ctx, DT_ERR_ARG, "dt_schedule_simulate(%s): a cost is negative or not finite", s->name);
     return dt__simulate(s, &c, spans) ? DT_OK : DT_ERR_ARG;
+}
+
+static int dt__ran(dt_span span) { return span.end >= span.begin; }
+
+/* Returns the time from the first begin to the last end of all actions that ran. */
+static dt_span dt__timeline_span(const dt_schedule *s, const dt_span *spans) {
+    dt_span all = { INFINITY, -INFINITY };
+    for (int i = 0; i < s->total; i++) {
+        if (!dt__ran(spans[i])) continue;
+        all.begin = fmin(all.begin, spans[i].begin);
+        all.end = fmax(all.end, spans[i].end);
+    }
+    return all;
 }
 
 dt_schedule_bubble dt_schedule_bubble_of(const dt_schedule *s, const dt_span *spans, int rank) {
     dt_schedule_bubble b = { 0, 0, 0, 0 };
-    double begin = INFINITY, end = -INFINITY;
     if (!s || !spans || rank < -1 || rank >= s->desc.ranks) return b;
     for (int r = 0; r < s->desc.ranks; r++) {
         double work = 0;
-        for (int i = s->program[r].offset; i < s->program[r].offset + s->program[r].count; i++) {
-            if (spans[i].end < spans[i].begin) continue;
-            work += spans[i].end - spans[i].begin;
-            if (spans[i].begin < begin) begin = spans[i].begin;
-            if (spans[i].end > end) end = spans[i].end;
-        }
-        if (r == rank || (rank < 0 && work > b.work)) b.work = work;
+        for (int i = s->program[r].offset; i < dt_schedule_offset(s, r + 1); i++)
+            if (dt__ran(spans[i])) work += spans[i].end - spans[i].begin;
+        if ((r == rank || rank < 0) && work > b.work) b.work = work;
     }
-    if (!(b.work > 0)) b.work = 0;
     if (b.work == 0) return b;
-    b.makespan = end - begin;
+    dt_span all = dt__timeline_span(s, spans);
+    b.makespan = all.end - all.begin;
     b.idle_per_work = (b.makespan - b.work) / b.work;
     b.idle_per_makespan = (b.makespan - b.work) / b.makespan;
     return b;
@@ -3952,36 +3471,27 @@ dt_schedule_bubble dt_schedule_bubble_of(const dt_schedule *s, const dt_span *sp
 
 /* ---- partitioning a model into stages ---- */
 
-/* Returns the number of parts of a greedy partition of the items in which each part costs at most
-   `limit`. No item may cost more than `limit`. Also computes the smallest limit above `limit` at
-   which some part could take one more item, and stores it in `next` if it is below the value
-   there. */
-static int dt__count_parts(const double *costs, int n, double limit, double *next) {
-    int parts = 1;
-    double sum = 0;
-    for (int i = 0; i < n; i++) {
-        double more = sum + costs[i];
-        if (more > limit) {
-            if (more < *next) *next = more;
-            parts++;
-            more = costs[i];
-        }
-        sum = more;
-    }
-    return parts;
-}
-
 /* Returns 1 if the items can be partitioned into `parts` non-empty parts that each cost at most
-   `limit`. It is enough that the greedy partition has at most `parts` parts, because some of them
-   can be split further. */
-static int dt__partition_fits(const double *costs, int n, int parts, double limit) {
-    double next = INFINITY;
-    return n >= parts && dt__count_parts(costs, n, limit, &next) <= parts;
+   `limit`, which is not below the cost of any item. It is enough that the greedy partition has at
+   most `parts` parts, because some of them can be split further. Sets *next to the smallest limit
+   above `limit` at which a part of the greedy partition could take one more item. */
+static int dt__partition_fits(const double *costs, int n, int parts, double limit, double *next) {
+    int used = 1;
+    double sum = 0;
+    *next = INFINITY;
+    for (int i = 0; i < n; i++) {
+        sum += costs[i];
+        if (sum <= limit) continue;
+        *next = fmin(*next, sum);
+        used++;
+        sum = costs[i];
+    }
+    return n >= parts && used <= parts;
 }
 
 dt_status dt_partition_stages(
     const double *costs, int n, int stages, int *first, char *text, size_t text_bytes) {
-    double limit = 0, left = 0;
+    double limit = 0, left = 0, next;
     dt__strbuf t = dt__strbuf_in(text, text_bytes);
     if (!costs || !first) return dt__strbuf_add(&t, "costs or first is NULL");
     if (n < 1 || stages < 1 || n < stages)
@@ -3996,15 +3506,9 @@ dt_status dt_partition_stages(
             &t, "item %d costs %g; costs are 0 or more, and their sum is finite", i, costs[i]);
     }
     /* Start at a lower bound on the most expensive part: the mean cost of a part. The factor allows
-       for rounding errors of sums. */
-    double mean = left / stages * (1 - 1e-9);
-    if (mean > limit) limit = mean;
-    /* All limits between `limit` and `next` give the same parts. */
-    while (!dt__partition_fits(costs, n, stages, limit)) {
-        double next = INFINITY;
-        dt__count_parts(costs, n, limit, &next);
-        limit = next;
-    }
+       for rounding errors of sums. All limits between `limit` and `next` give the same parts. */
+    limit = fmax(limit, left / stages * (1 - 1e-9));
+    while (!dt__partition_fits(costs, n, stages, limit, &next)) limit = next;
     for (int part = 0, i = 0; part < stages; part++) {
         int rest = stages - part - 1;
         double share = left / (rest + 1), sum = 0;
@@ -4013,7 +3517,7 @@ dt_status dt_partition_stages(
             sum += costs[i];
             left -= costs[i++];
         } while (
-            i < n && (!dt__partition_fits(costs + i, n - i, rest, limit) ||
+            i < n && (!dt__partition_fits(costs + i, n - i, rest, limit, &next) ||
                          (n - i > rest && sum + costs[i] <= share && sum + costs[i] <= limit)));
     }
     first[stages] = n;
@@ -4025,24 +3529,17 @@ dt_status dt_partition_stages(
 dt_status dt_schedule_text(
     const dt_schedule *s, const dt_span *spans, int columns, char *text, size_t text_bytes) {
     dt__strbuf t = dt__strbuf_in(text, text_bytes);
-    double begin = INFINITY, end = -INFINITY;
     if (columns == 0) columns = 72;
     if (!s || !spans || columns < 1 || t.bytes < 1) return DT_ERR_ARG;
-    for (int i = 0; i < s->total; i++) {
-        if (spans[i].end < spans[i].begin) continue;
-        if (spans[i].begin < begin) begin = spans[i].begin;
-        if (spans[i].end > end) end = spans[i].end;
-    }
+    dt_span all = dt__timeline_span(s, spans);
     for (int r = 0; r < s->desc.ranks; r++) {
-        int i = s->program[r].offset, after = i + s->program[r].count;
+        int i = s->program[r].offset, after = dt_schedule_offset(s, r + 1);
         dt__strbuf_add(&t, "rank %2d |", r);
         for (int c = 0; c < columns && t.used + 1 < t.bytes; c++) {
-            double time = begin + (c + 0.5) / columns * (end - begin);
+            double time = all.begin + (c + 0.5) / columns * (all.end - all.begin);
             while (i < after && spans[i].end <= time) i++; /* also skips actions that did not run */
-            const dt_action *a = i < after ? &s->program[r].action[i - s->program[r].offset] : NULL;
-            int role = a ? dt__role(a->phase) : DT__ROLE_F;
-            int letter = role == DT__ROLE_F ? '0' : role == DT__ROLE_B ? 'a' : 'A';
-            dt__strbuf_add(&t, "%c", a && spans[i].begin <= time ? letter + a->micro % 10 : '.');
+            const dt_action *a = i < after && spans[i].begin <= time ? &s->actions[i] : NULL;
+            dt__strbuf_add(&t, "%c", a ? "0aA"[dt__role(a->phase)] + a->micro % 10 : '.');
         }
         dt__strbuf_add(&t, "|\n");
     }
@@ -4054,42 +3551,37 @@ typedef struct dt__svg {
     dt_json_out out;
     double scale, begin; /* pixels per second; time of the left edge in seconds */
 } dt__svg;
-enum {
-    DT__SVG_LEFT = 64,
-    DT__SVG_ROW = 22,
-    DT__SVG_TITLE = 30,
-    DT__SVG_GAP = 16,
-    DT__SVG_ROWS = 10000
-};
+enum { DT__SVG_LEFT = 64, DT__SVG_ROW = 22, DT__SVG_TITLE = 30, DT__SVG_GAP = 16 };
+enum { DT__SVG_MAX_ROWS = 10000 };
+
+/* Returns the height of a timeline with the gap below it. */
+static int dt__svg_height(const dt_schedule *s) {
+    return DT__SVG_TITLE + s->desc.ranks * DT__SVG_ROW + DT__SVG_GAP;
+}
 
 static void DT_PRINTF(2, 3) dt__svg_put(dt__svg *g, const char *fmt, ...) {
     char text[512];
+    size_t used = 0;
     va_list args;
     va_start(args, fmt);
-    int n = vsnprintf(text, sizeof text, fmt, args);
+    dt__append_list(text, sizeof text, &used, fmt, args);
     va_end(args);
-    if (n > 0) dt__json_write(&g->out, text, (size_t)n < sizeof text ? (size_t)n : sizeof text - 1);
+    dt__json_write(&g->out, text, used);
 }
 
 /* Formats x with `decimals` decimals, and with a decimal point in every locale. */
 static dt__text dt__fixed(double x, int decimals) {
-    dt__text t;
     long long unit = 1;
     for (int i = 0; i < decimals; i++) unit *= 10;
-    long long n = x * (double)unit < 9e15 ? (long long)(x * (double)unit + 0.5) : (long long)9e15;
-    if (decimals == 0)
-        snprintf(t.s, sizeof t.s, "%lld", n);
-    else
-        snprintf(t.s, sizeof t.s, "%lld.%0*lld", n / unit, decimals, n % unit);
-    return t;
+    long long n = (long long)fmin(x * (double)unit + 0.5, 9e15);
+    return decimals == 0 ? dt__format("%lld", n)
+                         : dt__format("%lld.%0*lld", n / unit, decimals, n % unit);
 }
 
 static dt__text dt__seconds_text(double x) {
-    const char *unit = x >= 1 ? "s" : x >= 1e-3 ? "ms" : "us";
     double n = x >= 1 ? x : x >= 1e-3 ? x * 1e3 : x * 1e6;
     dt__text t = dt__fixed(n, n >= 100 ? 0 : n >= 10 ? 1 : 2);
-    size_t used = strlen(t.s);
-    snprintf(t.s + used, sizeof t.s - used, " %s", unit);
+    dt__put(&t, " %s", x >= 1 ? "s" : x >= 1e-3 ? "ms" : "us");
     return t;
 }
 
@@ -4097,19 +3589,17 @@ static dt__text dt__seconds_text(double x) {
 static void dt__svg_escaped(dt__svg *g, const char *s) {
     for (; *s; s++) {
         unsigned char c = (unsigned char)*s;
-        if (c == '<')
-            dt__svg_put(g, "&lt;");
-        else if (c == '>')
-            dt__svg_put(g, "&gt;");
-        else if (c == '&')
-            dt__svg_put(g, "&amp;");
-        else
-            dt__json_write(&g->out, c < 0x20 || c == 0x7f ? " " : s, 1);
+        const char *entity = c == '<'                ? "&lt;"
+                             : c == '>'              ? "&gt;"
+                             : c == '&'              ? "&amp;"
+                             : c < 0x20 || c == 0x7f ? " "
+                                                     : NULL;
+        dt__json_write(&g->out, entity ? entity : s, entity ? strlen(entity) : 1);
     }
 }
 
 /* Returns the colour of a phase, which is lighter for later chunks. */
-static unsigned dt__svg_colour(const dt_schedule *s, dt_phase phase, int chunk) {
+static unsigned dt__svg_colour(const dt_schedule *s, int phase, int chunk) {
     static const unsigned char base[5][3] = { { 0, 0, 0 }, { 88, 148, 222 }, { 96, 176, 104 },
         { 72, 186, 178 }, { 232, 164, 72 } };
     unsigned colour = 0;
@@ -4119,47 +3609,41 @@ static unsigned dt__svg_colour(const dt_schedule *s, dt_phase phase, int chunk) 
     return colour;
 }
 
-static void dt__svg_box(dt__svg *g, const dt_schedule *s, int rank, int at, dt_span span, int y) {
-    const dt_action *a = &s->program[rank].action[at];
+static void dt__svg_box(dt__svg *g, const dt_schedule *s, int at, dt_span span, int y) {
+    const dt_action *a = &s->actions[at];
     double x = (double)DT__SVG_LEFT + (span.begin - g->begin) * g->scale,
            width = (span.end - span.begin) * g->scale;
-    char number[16];
-    int digits = snprintf(number, sizeof number, "%d", a->micro);
-    dt__svg_put(
-        g, "<g><title>rank %d: %s, stage %d: ", rank, dt__action_text_at(s, rank, at).s, a->stage);
-    dt__svg_put(g, "%s from %s on</title>", dt__seconds_text(span.end - span.begin).s,
+    dt__text number = dt__format("%d", a->micro);
+    dt__svg_put(g, "<g><title>rank %d: %s, stage %d: %s from %s on</title>", a->rank,
+        dt__action_text_at(s, at).s, a->stage, dt__seconds_text(span.end - span.begin).s,
         dt__seconds_text(span.begin - g->begin).s);
     dt__svg_put(g,
         "<rect class=\"a\" x=\"%s\" y=\"%d\" width=\"%s\" height=\"%d\" fill=\"#%06x\"/>",
         dt__fixed(x, 2).s, y, dt__fixed(width, 2).s, DT__SVG_ROW - 2,
-        dt__svg_colour(s, a->phase, a->chunk));
-    if (width >= 6.2 * digits + 1)
+        dt__svg_colour(s, (int)a->phase, a->chunk));
+    if (width >= 6.2 * (double)number.used + 1)
         dt__svg_put(g, "<text x=\"%s\" y=\"%d\" text-anchor=\"middle\">%s</text>",
-            dt__fixed(x + width / 2, 2).s, y + 14, number);
+            dt__fixed(x + width / 2, 2).s, y + 14, number.s);
     dt__svg_put(g, "</g>\n");
 }
 
 static void dt__svg_timeline(dt__svg *g, const dt_timeline *line, int y, double width) {
     const dt_schedule *s = line->schedule;
     dt_schedule_bubble all = dt_schedule_bubble_of(s, line->spans, -1);
+    g->begin = dt__timeline_span(s, line->spans).begin;
     dt__svg_put(g, "<text class=\"t\" x=\"8\" y=\"%d\">", y + 18);
     dt__svg_escaped(g, line->title ? line->title : s->name);
     dt__svg_put(g, ": %s, bubble %s %% of the work, %s %% of the time</text>\n",
         dt__seconds_text(all.makespan).s, dt__fixed(100 * all.idle_per_work, 1).s,
         dt__fixed(100 * all.idle_per_makespan, 1).s);
-    g->begin = INFINITY;
-    for (int i = 0; i < s->total; i++)
-        if (line->spans[i].end >= line->spans[i].begin && line->spans[i].begin < g->begin)
-            g->begin = line->spans[i].begin;
     for (int r = 0; r < s->desc.ranks; r++) {
         int top = y + DT__SVG_TITLE + r * DT__SVG_ROW;
-        dt__svg_put(g, "<text x=\"8\" y=\"%d\">rank %d</text>\n", top + 14, r);
-        dt__svg_put(g, "<rect x=\"%d\" y=\"%d\" width=\"%s\" height=\"%d\" fill=\"#eeeeee\"/>\n",
-            DT__SVG_LEFT, top, dt__fixed(width, 2).s, DT__SVG_ROW - 2);
-        for (int i = 0; i < s->program[r].count; i++) {
-            dt_span span = line->spans[s->program[r].offset + i];
-            if (span.end >= span.begin) dt__svg_box(g, s, r, i, span, top);
-        }
+        dt__svg_put(g,
+            "<text x=\"8\" y=\"%d\">rank %d</text>\n"
+            "<rect x=\"%d\" y=\"%d\" width=\"%s\" height=\"%d\" fill=\"#eeeeee\"/>\n",
+            top + 14, r, DT__SVG_LEFT, top, dt__fixed(width, 2).s, DT__SVG_ROW - 2);
+        for (int i = s->program[r].offset; i < dt_schedule_offset(s, r + 1); i++)
+            if (dt__ran(line->spans[i])) dt__svg_box(g, s, i, line->spans[i], top);
     }
 }
 
@@ -4173,8 +3657,7 @@ static void dt__svg_legend(dt__svg *g, const dt_timeline *lines, int n, int y) {
     for (int i = 0; i < n; i++) {
         const dt_schedule *s = lines[i].schedule;
         if (s->desc.chunks > widest->desc.chunks) widest = s;
-        for (int r = 0; r < s->desc.ranks; r++)
-            for (int k = 0; k < s->program[r].count; k++) used[s->program[r].action[k].phase] = 1;
+        for (int k = 0; k < s->total; k++) used[s->actions[k].phase] = 1;
     }
     int shades = widest->desc.chunks < 8 ? widest->desc.chunks : 8;
     for (int phase = DT_FORWARD; phase <= DT_BACKWARD_WEIGHT; phase++) {
@@ -4182,8 +3665,8 @@ static void dt__svg_legend(dt__svg *g, const dt_timeline *lines, int n, int y) {
         for (int i = 0; i < shades; i++, x += 14)
             dt__svg_put(g, "<rect x=\"%d\" y=\"%d\" width=\"14\" height=\"14\" fill=\"#%06x\"/>\n",
                 x, y,
-                dt__svg_colour(widest, (dt_phase)phase,
-                    i * (widest->desc.chunks - 1) / (shades > 1 ? shades - 1 : 1)));
+                dt__svg_colour(
+                    widest, phase, i * (widest->desc.chunks - 1) / (shades > 1 ? shades - 1 : 1)));
         dt__svg_put(g, "<text x=\"%d\" y=\"%d\">%s</text>\n", x + 6, y + 11, names[phase]);
         x += 22 + 6 * (int)strlen(names[phase]);
     }
@@ -4200,21 +3683,17 @@ static double dt__svg_scale(const dt_timeline *lines, int n, double *longest) {
     *longest = 0;
     for (int i = 0; i < n; i++) {
         const dt_schedule *s = lines[i].schedule;
-        double sum = 0, count = 0, makespan = dt_schedule_bubble_of(s, lines[i].spans, -1).makespan;
-        if (makespan > *longest) *longest = makespan;
-        for (int r = 0; r < s->desc.ranks; r++)
-            for (int k = 0; k < s->program[r].count; k++) {
-                dt_span span = lines[i].spans[s->program[r].offset + k];
-                if (s->program[r].action[k].phase != DT_FORWARD || span.end < span.begin) continue;
-                sum += span.end - span.begin;
-                count++;
-            }
-        if (sum > 0 && sum / count < shortest_mean) shortest_mean = sum / count;
+        const dt_span *spans = lines[i].spans;
+        double sum = 0, count = 0;
+        *longest = fmax(*longest, dt_schedule_bubble_of(s, spans, -1).makespan);
+        for (int k = 0; k < s->total; k++) {
+            if (s->actions[k].phase != DT_FORWARD || !dt__ran(spans[k])) continue;
+            sum += spans[k].end - spans[k].begin;
+            count++;
+        }
+        if (sum > 0) shortest_mean = fmin(shortest_mean, sum / count);
     }
-    if (*longest == 0) return 0;
-    double width = 16 / shortest_mean * *longest;
-    if (!(width > 900)) width = 900;
-    return (width < 6000 ? width : 6000) / *longest;
+    return *longest == 0 ? 0 : fmin(fmax(16 / shortest_mean * *longest, 900), 6000) / *longest;
 }
 
 dt_status dt_schedule_svg(dt_ctx *ctx, const char *path, const dt_timeline *lines, int n) {
@@ -4232,11 +3711,11 @@ dt_status dt_schedule_svg(dt_ctx *ctx, const char *path, const dt_timeline *line
                 "dt_schedule_svg(%s): timeline %d has no schedule, no times or a title "
                 "that is not UTF-8",
                 path, i);
-        if (lines[i].schedule->desc.ranks > DT__SVG_ROWS - rows || i == DT__SVG_ROWS)
+        if (lines[i].schedule->desc.ranks > DT__SVG_MAX_ROWS - rows || i == DT__SVG_MAX_ROWS)
             return dt_fail(
-                ctx, DT_ERR_ARG, "dt_schedule_svg(%s): more than %d rows", path, DT__SVG_ROWS);
+                ctx, DT_ERR_ARG, "dt_schedule_svg(%s): more than %d rows", path, DT__SVG_MAX_ROWS);
         rows += lines[i].schedule->desc.ranks;
-        height += DT__SVG_TITLE + lines[i].schedule->desc.ranks * DT__SVG_ROW + DT__SVG_GAP;
+        height += dt__svg_height(lines[i].schedule);
     }
     memset(&g, 0, sizeof g);
     g.out.ctx = ctx;
@@ -4245,15 +3724,12 @@ dt_status dt_schedule_svg(dt_ctx *ctx, const char *path, const dt_timeline *line
     dt__svg_put(&g,
         "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%s\" height=\"%d\" "
         "font-family=\"sans-serif\" "
-        "font-size=\"11\">\n",
-        dt__fixed((double)DT__SVG_LEFT + width + 16, 0).s, height + 24);
-    dt__svg_put(&g,
+        "font-size=\"11\">\n"
         "<style>.t { font-size: 14px; font-weight: bold } .a { stroke: #ffffff; stroke-width: 0.7 }"
-        "</style>\n<rect width=\"100%%\" height=\"100%%\" fill=\"#ffffff\"/>\n");
-    for (int i = 0; i < n; i++) {
+        "</style>\n<rect width=\"100%%\" height=\"100%%\" fill=\"#ffffff\"/>\n",
+        dt__fixed((double)DT__SVG_LEFT + width + 16, 0).s, height + 24);
+    for (int i = 0; i < n; y += dt__svg_height(lines[i++].schedule))
         dt__svg_timeline(&g, &lines[i], y, width);
-        y += DT__SVG_TITLE + lines[i].schedule->desc.ranks * DT__SVG_ROW + DT__SVG_GAP;
-    }
     dt__svg_legend(&g, lines, n, y);
     dt__svg_put(&g, "</svg>\n");
     if (dt_error(ctx) == DT_OK) dt_file_write(ctx, path, g.out.text, g.out.used);
@@ -4288,7 +3764,9 @@ typedef struct dt__pipe_slot {
 /* Dtype and shape of the messages between a stage and the next stage. `known` is 1 once the first
    micro-batch has announced them. */
 typedef struct dt__pipe_edge {
-    int32_t known, dtype, nd, d[DT_MAX_DIMS];
+    int known;
+    dt_dtype dtype;
+    dt_shape shape;
 } dt__pipe_edge;
 
 typedef struct dt__pipe {
@@ -4298,18 +3776,6 @@ typedef struct dt__pipe {
     dt__pipe_slot *slots;
     dt__pipe_edge *edges; /* (stages): the edge from each stage to the next stage */
 } dt__pipe;
-
-/* Returns the bytes that dt_pipe_run needs for all edges and for the slots of the rank with the
-   most slots. If dt_pipe_desc.forward_micros is set, a rank needs one slot for each chunk, so at
-   least that many slots are counted. */
-static size_t dt__pipe_bytes(const dt_schedule *s) {
-    size_t slots = (size_t)s->desc.chunks;
-    for (int r = 0; r < s->desc.ranks; r++) {
-        size_t mine = (size_t)s->program[r].slots;
-        slots = mine > slots ? mine : slots;
-    }
-    return slots * sizeof(dt__pipe_slot) + (size_t)s->stages * sizeof(dt__pipe_edge);
-}
 
 /* Returns the tag of a message between two stages: the output of `stage` if backward is 0, its
    gradient if backward is 1. Each message has its own tag. */
@@ -4335,27 +3801,14 @@ static dt_status dt__pipe_exchange_shape(
     return dt_error(p->ctx);
 }
 
-/* Creates a tensor on the current tape with the dtype and shape of an edge. */
-static dt_tensor *dt__pipe_buffer(const dt__pipe *p, const dt__pipe_edge *edge) {
-    dt_shape shape = DT_SCALAR;
-    shape.nd = edge->nd;
-    for (int i = 0; i < edge->nd && i < DT_MAX_DIMS; i++) shape.d[i] = edge->d[i];
-    return dt__new_named(p->ctx, (dt_dtype)edge->dtype, shape, "dt_pipe_run");
-}
-
-/* Returns the index of the stage's chunk on its rank. With desc.forward_micros this is also the
-   stage's slot. */
-static int dt__pipe_chunk(const dt__pipe *p, int stage) {
-    return p->desc.schedule->chunk_of_stage[stage] % p->desc.schedule->desc.chunks;
-}
-
-/* Returns the slot in which this rank holds a micro-batch of a stage of its own. */
-static dt__pipe_slot *dt__pipe_find(const dt__pipe *p, int stage, int micro) {
-    const dt_action *a = dt_schedule_actions(p->desc.schedule, p->rank);
-    int n = dt_schedule_count(p->desc.schedule, p->rank), i = 0;
-    while (i < n - 1 && !(a[i].phase == DT_FORWARD && a[i].stage == stage && a[i].micro == micro))
-        i++;
-    return &p->slots[p->desc.forward_micros ? dt__pipe_chunk(p, stage) : a[i].slot];
+/* Returns the slot in which this rank holds a micro-batch of a stage of its own. With
+   desc.forward_micros each chunk has one slot. */
+static int dt__pipe_slot_of(const dt__pipe *p, int stage, int micro) {
+    const dt_schedule *s = p->desc.schedule;
+    int forwards_only = p->desc.forward_micros > 0;
+    const dt_action *a =
+        &s->actions[*dt__action_index(s, stage, forwards_only ? 0 : micro, DT__ROLE_F)];
+    return forwards_only ? a->chunk : a->slot;
 }
 
 /* Empties a slot: waits for its messages and resets its tape. After a failure the function releases
@@ -4388,15 +3841,15 @@ static dt_status dt__pipe_post_recv(dt__pipe *p, const dt_action *a) {
     int new_edge = !edge->known && a->recv_from != p->rank;
     if (new_edge && dt__pipe_exchange_shape(p, edge, stage, a->recv_from, NULL) != DT_OK)
         return dt_error(ctx);
-    dt_tensor *t = dt__pipe_buffer(p, edge);
+    dt_tensor *t = dt__new_named(ctx, edge->dtype, edge->shape, "dt_pipe_run");
     if (!t) return dt_error(ctx);
     if (forward)
         slot->x = p->desc.forward_micros ? t : dt_require_grad(t);
     else
         slot->dy = t;
     if (a->recv_from == p->rank) { /* this rank also has the neighbouring stage, so copy its data */
-        const dt__pipe_slot *other =
-            dt__pipe_find(p, forward ? a->stage - 1 : a->stage + 1, a->micro);
+        int neighbour = forward ? a->stage - 1 : a->stage + 1;
+        const dt__pipe_slot *other = &p->slots[dt__pipe_slot_of(p, neighbour, a->micro)];
         const void *data = forward ? other->y->data : other->x->grad;
         if (!data) return dt__fill(ctx, t->dtype, t->data, (size_t)dt_count(t->shape), 0);
         return dt__move(ctx, t->data, data, dt__bytes(t));
@@ -4421,14 +3874,20 @@ static dt_status dt__pipe_prefetch(dt__pipe *p, const dt_action *a, const dt_act
     return dt__pipe_post_recv(p, next);
 }
 
-/* Starts to send the result of an action, unless the receiver is this rank. The result is at `data`
-   and has the dtype and shape of `like`. */
-static dt_work *dt__pipe_post_send(
-    dt__pipe *p, const dt_action *a, const void *data, const dt_tensor *like) {
+/* Starts to send the result of an action to another rank: the stage's output in F, else the
+   gradient of the stage's input, which is zeros if the loss does not depend on the input. */
+static void dt__pipe_post_send(dt__pipe *p, const dt_action *a, dt__pipe_slot *slot) {
     int forward = a->phase == DT_FORWARD, stage = forward ? a->stage : a->stage - 1;
-    if (a->send_to == p->rank) return NULL;
-    return dt_send_start(p->desc.comm, data, (size_t)dt_count(like->shape), like->dtype, a->send_to,
-        dt__pipe_tag(p, stage, a->micro, !forward));
+    if (a->send_to < 0 || a->send_to == p->rank) return;
+    dt_tensor *t = forward ? slot->y : slot->x;
+    const void *data = forward ? t->data : t->grad;
+    if (!data) {
+        if (!(t = dt_new(p->ctx, t->dtype, t->shape))) return;
+        dt__fill(p->ctx, t->dtype, t->data, (size_t)dt_count(t->shape), 0);
+        data = t->data;
+    }
+    slot->sending[!forward] = dt_send_start(p->desc.comm, data, (size_t)dt_count(t->shape),
+        t->dtype, a->send_to, dt__pipe_tag(p, stage, a->micro, !forward));
 }
 
 typedef struct dt__pipe_call {
@@ -4444,25 +3903,17 @@ static dt_tensor *dt__pipe_stage(dt_tensor *x, void *user) {
 /* Checks a stage's output. For the first micro-batch, stores the dtype and shape of the output and
    announces them to the next stage. Every later output must have the same dtype and shape. */
 static dt_status dt__pipe_check_output(dt__pipe *p, const dt_action *a, const dt_tensor *y) {
-    dt__pipe_edge *edge = &p->edges[a->stage], found;
-    memset(&found, 0, sizeof found);
-    found.known = 1;
-    found.dtype = (int32_t)y->dtype;
-    found.nd = y->shape.nd;
-    for (int i = 0; i < found.nd; i++) {
-        found.d[i] = (int32_t)y->shape.d[i];
-        if (found.d[i] != y->shape.d[i])
-            return dt_fail(p->ctx, DT_ERR_SHAPE, "dt_pipe_run: stage %d returned %s", a->stage,
-                dt__tensor_text(y).s);
-    }
+    dt__pipe_edge *edge = &p->edges[a->stage];
     if (edge->known)
-        return memcmp(edge, &found, sizeof found) == 0
+        return edge->dtype == y->dtype && dt__same_shape(edge->shape, y->shape)
                    ? DT_OK
                    : dt_fail(p->ctx, DT_ERR_SHAPE,
                          "dt_pipe_run: stage %d returned %s for micro-batch %d, "
                          "and another shape or type before",
                          a->stage, dt__tensor_text(y).s, a->micro);
-    *edge = found;
+    edge->known = 1;
+    edge->dtype = y->dtype;
+    edge->shape = y->shape;
     return a->send_to < 0 || a->send_to == p->rank ? DT_OK
                                                    : dt__pipe_exchange_shape(p, edge, a->stage,
                                                          a->send_to, &p->slots[a->slot].sending[2]);
@@ -4475,27 +3926,12 @@ static dt_status dt__pipe_forward(dt__pipe *p, const dt_action *a, dt__pipe_slot
     return slot->y ? dt__pipe_check_output(p, a, slot->y) : dt_error(p->ctx);
 }
 
-/* Returns the gradient of a stage's input; the gradient is zeros if the loss does not depend on the
-   input. */
-static void *dt__pipe_input_grad(dt__pipe *p, dt__pipe_slot *slot) {
-    if (slot->x->grad) return slot->x->grad;
-    dt_tensor *zeros = dt_new(p->ctx, slot->x->dtype, slot->x->shape);
-    if (zeros) dt__fill(p->ctx, zeros->dtype, zeros->data, (size_t)dt_count(zeros->shape), 0);
-    return zeros ? zeros->data : NULL;
-}
-
 /* Waits until an action that began at time `begin` has lasted its minimum duration
    (desc.min_durations). */
 static void dt__pipe_wait_min_duration(const dt__pipe *p, const dt_action *a, double begin) {
     const dt_host *host = dt_ctx_host(p->ctx);
-    const dt_schedule_costs *c = p->desc.min_durations;
-    if (!c) return;
-    double each[3] = { c->forward, c->input, c->weight };
-    for (int i = 0; i < 3 && c->stages; i++) each[i] = c->stages[3 * a->stage + i];
-    double min_duration = a->phase == DT_FORWARD          ? each[0]
-                          : a->phase == DT_BACKWARD       ? each[1] + each[2]
-                          : a->phase == DT_BACKWARD_INPUT ? each[1]
-                                                          : each[2];
+    if (!p->desc.min_durations) return;
+    double min_duration = dt__action_cost(p->desc.min_durations, a);
     double left = begin + min_duration - host->now(host->user);
     if (left > 0) host->sleep(host->user, left);
 }
@@ -4519,12 +3955,7 @@ static dt_status dt__pipe_execute(
         return dt_error(ctx);
     dt__pipe_wait_min_duration(p, a, begin);
     if (span) span->begin = begin, span->end = host->now(host->user);
-    if (a->send_to >= 0 && a->phase == DT_FORWARD)
-        slot->sending[0] = dt__pipe_post_send(p, a, slot->y->data, slot->y);
-    if (a->send_to >= 0 && a->phase != DT_FORWARD) {
-        void *grad = dt__pipe_input_grad(p, slot);
-        if (grad) slot->sending[1] = dt__pipe_post_send(p, a, grad, slot->x);
-    }
+    dt__pipe_post_send(p, a, slot);
     if (a->phase == DT_BACKWARD || a->phase == DT_BACKWARD_WEIGHT) slot->backward_pending = 0;
     return dt_error(ctx);
 }
@@ -4546,15 +3977,10 @@ static void dt__pipe_run_forwards(dt__pipe *p) {
     const dt_schedule *s = p->desc.schedule;
     for (int micro = 0; micro < p->micros; micro++)
         for (int stage = 0; stage < p->stages; stage++) {
-            dt_action a = { .phase = DT_FORWARD,
-                .micro = micro,
-                .stage = stage,
-                .slot = dt__pipe_chunk(p, stage),
-                .recv_from = -1,
-                .send_to = -1 };
-            if (dt_schedule_rank_of(s, stage) != p->rank) continue;
-            if (stage > 0) a.recv_from = dt_schedule_rank_of(s, stage - 1);
-            if (stage + 1 < p->stages) a.send_to = dt_schedule_rank_of(s, stage + 1);
+            dt_action a = s->actions[*dt__action_index(s, stage, 0, DT__ROLE_F)];
+            if (a.rank != p->rank) continue;
+            a.micro = micro;
+            a.slot = a.chunk;
             if (dt__pipe_execute(p, &a, NULL, NULL) != DT_OK) return;
         }
 }
@@ -4596,15 +4022,19 @@ dt_status dt_pipe_run(dt_ctx *ctx, dt_pipe_desc desc) {
     if (!p.micros) p.micros = dt_schedule_micros(desc.schedule);
     p.n_slots = desc.forward_micros ? dt_schedule_chunks(desc.schedule)
                                     : dt_schedule_slots(desc.schedule, p.rank);
-    p.slots = (dt__pipe_slot *)desc.schedule->pipe_memory;
+    /* from the pool, so that later steps allocate nothing */
+    size_t bytes = (size_t)p.n_slots * sizeof *p.slots + (size_t)p.stages * sizeof *p.edges;
+    p.slots = (dt__pipe_slot *)dt__buffer_acquire(ctx, DT_MEM_HOST, bytes);
+    if (!p.slots) return dt_error(ctx);
+    memset(p.slots, 0, bytes);
     p.edges = (dt__pipe_edge *)(void *)(p.slots + p.n_slots);
-    memset(p.slots, 0, desc.schedule->pipe_bytes);
     if (desc.forward_micros) ctx->no_grad = 1;
     if (desc.forward_micros)
         dt__pipe_run_forwards(&p);
     else
         dt__pipe_run_schedule(&p);
     for (int s = 0; s < p.n_slots; s++) dt__pipe_release_slot(&p, s);
+    dt__buffer_release(ctx, p.slots);
     ctx->no_grad = no_grad;
     dt_tape(ctx, 0, 0);
     dt_micro(ctx, 0, 1);
@@ -4639,46 +4069,19 @@ dt_status dt_pipe_gather_spans(
        rank 0         3   4   2
        rank 1           0   1     3 */
 
-/* Returns floor(a b / m), at most INT64_MAX, and sets *rest to a b mod m. Requires a, b >= 0 and
-   m >= 1. */
-static int64_t dt__mul_div(int64_t a, int64_t b, int64_t m, uint64_t *rest) {
-    uint64_t by = (uint64_t)(b % m), left = 0;
-    int64_t quotient = 0, more = 0;
-    if (!dt__mul_ok(a, b / m, &more)) more = INT64_MAX;
-    /* divides a (b mod m) by m, one bit of a at a time (double-and-add): `quotient` is the quotient
-       and `left` the remainder; `left` stays below 2 m */
-    for (int bit = 62; bit >= 0; bit--) {
-        left *= 2;
-        quotient *= 2;
-        if (left >= (uint64_t)m) left -= (uint64_t)m, quotient++;
-        if (a >> bit & 1) left += by;
-        if (left >= (uint64_t)m) left -= (uint64_t)m, quotient++;
-    }
-    *rest = left;
-    return dt__add_saturating(quotient, more);
-}
-
 /* Returns the result of dt_data_order_sequence and sets *epoch to the result of
-   dt_data_order_epoch. Uses dt__mul_div, because the products need up to 128 bits. */
+   dt_data_order_epoch. The products need up to 127 bits. */
 static int64_t dt__data_order_at(
     dt_data_order o, int64_t step, int micro_step, int replica, int i, int64_t *epoch) {
-    uint64_t at = (uint64_t)o.consumed + (uint64_t)i, rest[2], S = (uint64_t)o.sequences;
-    int64_t micro_batch = (int64_t)micro_step * o.replicas + replica;
     *epoch = 0;
     if (o.sequences < 1 || step < 1 || o.batch < 0 || o.micro_batch < 0 || o.replicas < 0 ||
-        o.consumed < 0)
+        o.consumed < 0 || micro_step < 0 || replica < 0 || i < 0)
         return -1;
-    if (micro_step < 0 || replica < 0 || i < 0) return -1;
-    *epoch = dt__add_saturating(
-        dt__mul_div(step - 1, o.batch, o.sequences, &rest[0]), (int64_t)(at / S));
-    *epoch =
-        dt__add_saturating(*epoch, dt__mul_div(micro_batch, o.micro_batch, o.sequences, &rest[1]));
-    at %= S;
-    for (int k = 0; k < 2; k++) {
-        at += rest[k];
-        if (at >= S) at -= S, *epoch = dt__add_saturating(*epoch, 1);
-    }
-    return (int64_t)at;
+    dt__uint128 micro_batch = (dt__uint128)micro_step * (unsigned)o.replicas + (unsigned)replica;
+    dt__uint128 k = (dt__uint128)(step - 1) * (uint64_t)o.batch + (uint64_t)o.consumed +
+                    micro_batch * (unsigned)o.micro_batch + (unsigned)i;
+    *epoch = dt__saturate(k / (uint64_t)o.sequences);
+    return (int64_t)(k % (uint64_t)o.sequences);
 }
 
 int64_t dt_data_order_sequence(
@@ -4770,13 +4173,11 @@ int64_t dt_batch_ramp_consumed(dt_batch_ramp r, int64_t step) {
         int64_t end = increments ? ((grown + 1) * r.samples - 1) / increments + 1 : r.samples;
         int64_t max_steps = (end - consumed - 1) / size + 1,
                 steps = max_steps < left ? max_steps : left;
-        /* only the last of these steps may end after `samples`, so only its sum may overflow */
-        consumed = dt__add_saturating(consumed + (steps - 1) * size, size);
+        consumed = dt__saturate((dt__uint128)steps * (uint64_t)size + (uint64_t)consumed);
         left -= steps;
     }
-    int64_t rest = 0;
-    if (r.batch > 0 && !dt__mul_ok(left, r.batch, &rest)) rest = INT64_MAX;
-    return dt__add_saturating(consumed, rest);
+    uint64_t size = r.batch > 0 ? (uint64_t)r.batch : 0;
+    return dt__saturate((dt__uint128)left * size + (uint64_t)consumed);
 }
 
 /* The Mersenne twister, MT19937: M. Matsumoto, T. Nishimura, ACM TOMACS 8 (1998) 3-30. */
@@ -4811,25 +4212,14 @@ static uint32_t dt__twister_next(dt__twister *t) {
 }
 
 struct dt_sampler {
-    dt_ctx *ctx;
-    dt_listener listener; /* frees the sampler when the context ends */
+    dt__object object;
     dt_sampler_desc desc;
     dt_sampler_state state;
     int32_t *order;      /* (samples): the order of epoch order_epoch; NULL if desc.shuffle is 0 */
     int64_t order_epoch; /* -1: no order yet */
 };
 
-static void dt__sampler_release(dt_ctx *ctx, void *user) {
-    dt_sampler *s = (dt_sampler *)user;
-    dt_free(ctx, DT_MEM_HOST, s->order, (size_t)s->desc.samples * sizeof *s->order);
-    dt_free(ctx, DT_MEM_HOST, s, sizeof *s);
-}
-
-void dt_sampler_free(dt_sampler *s) {
-    if (!s) return;
-    dt_unlisten(s->ctx, &s->listener);
-    dt__sampler_release(s->ctx, s);
-}
+void dt_sampler_free(dt_sampler *s) { dt__object_free(s ? &s->object : NULL); }
 
 dt_sampler *dt_sampler_make(dt_ctx *ctx, dt_sampler_desc d) {
     if (dt_error(ctx) != DT_OK) return NULL;
@@ -4845,21 +4235,13 @@ dt_sampler *dt_sampler_make(dt_ctx *ctx, dt_sampler_desc d) {
             (long long)d.samples, DT_SAMPLER_MAX_SHUFFLED);
         return NULL;
     }
-    dt_sampler *s = (dt_sampler *)dt_alloc(ctx, DT_MEM_HOST, sizeof *s, "dt_sampler_make");
+    dt_sampler *s = (dt_sampler *)dt__object_new(ctx, sizeof *s, "dt_sampler_make", NULL);
     if (!s) return NULL;
-    memset(s, 0, sizeof *s);
-    s->ctx = ctx;
     s->desc = d;
     s->order_epoch = -1;
-    s->listener.closing = dt__sampler_release;
-    s->listener.user = s;
-    dt_listen(ctx, &s->listener);
     if (d.shuffle)
-        s->order = (int32_t *)dt_alloc(
-            ctx, DT_MEM_HOST, (size_t)d.samples * sizeof *s->order, "dt_sampler_make");
-    if (dt_error(ctx) == DT_OK) return s;
-    dt_sampler_free(s);
-    return NULL;
+        s->order = (int32_t *)dt__object_alloc(&s->object, (size_t)d.samples * sizeof *s->order);
+    return (dt_sampler *)dt__object_made(&s->object);
 }
 
 int64_t dt_sampler_count(const dt_sampler *s) {
@@ -4874,9 +4256,10 @@ dt_sampler_state dt_sampler_tell(const dt_sampler *s) {
 }
 
 dt_status dt_sampler_seek(dt_sampler *s, dt_sampler_state state) {
-    if (!s || dt_error(s->ctx) != DT_OK) return s ? dt_error(s->ctx) : DT_ERR_ARG;
+    dt_ctx *ctx = s ? s->object.ctx : NULL;
+    if (!s || dt_error(ctx) != DT_OK) return s ? dt_error(ctx) : DT_ERR_ARG;
     if (state.epoch < 0 || state.position < 0 || state.position > dt_sampler_count(s))
-        return dt_fail(s->ctx, DT_ERR_ARG, "dt_sampler_seek: position %lld of %lld in epoch %lld",
+        return dt_fail(ctx, DT_ERR_ARG, "dt_sampler_seek: position %lld of %lld in epoch %lld",
             (long long)state.position, (long long)dt_sampler_count(s), (long long)state.epoch);
     s->state = state;
     return DT_OK;
@@ -4904,7 +4287,8 @@ static void dt__sampler_shuffle(dt_sampler *s) {
 }
 
 int64_t dt_sampler_next(dt_sampler *s) {
-    if (!s || dt_error(s->ctx) != DT_OK || s->state.position == dt_sampler_count(s)) return -1;
+    if (!s || dt_error(s->object.ctx) != DT_OK || s->state.position == dt_sampler_count(s))
+        return -1;
     int64_t at = s->state.position++ * s->desc.replicas,
             left = s->desc.samples - at; /* at least 1 */
     /* past the end the order continues at its beginning */
@@ -4927,20 +4311,17 @@ double dt_count_labels(dt_comm *comm, const int32_t *labels, size_t n) {
 }
 
 typedef struct dt__text_file {
-    const char *path;
+    char *path;
     int64_t start, tokens;
     int header_bytes;
 } dt__text_file;
 
 struct dt_text {
-    dt_ctx *ctx;
-    dt_listener listener; /* closes the dataset when the context ends */
+    dt__object object;
     int seq, files;
     int64_t tokens;
     dt__text_file *file; /* (files) */
     int token_bytes;     /* 1 in byte files, 2 or 4 in shards */
-    char *paths;         /* copies of the paths, one after the other */
-    size_t path_bytes;
     /* the seq + 1 tokens of one sequence in the format of the files; has space for 4 bytes per
        token */
     unsigned char *buffer;
@@ -4949,109 +4330,58 @@ struct dt_text {
     int fd, current;
 };
 
-static void dt__text_close_file(dt_text *t) {
-    const dt_io *io = dt_ctx_io(t->ctx);
+static void dt__text_close_file(dt__object *o) {
+    dt_text *t = (dt_text *)(void *)o;
+    const dt_io *io = dt_ctx_io(o->ctx);
     if (t->fd >= 0) io->close(io->user, t->fd);
     t->fd = t->current = -1;
 }
 
 static dt_status dt__text_open_file(dt_text *t, int i) {
-    const dt_io *io = dt_ctx_io(t->ctx);
     if (t->current == i) return DT_OK;
-    dt__text_close_file(t);
-    errno = 0;
-    t->fd = io->open(io->user, t->file[i].path, DT_IO_READ);
-    if (t->fd < 0) return dt__io_fail(t->ctx, "%s", t->file[i].path);
-    t->current = i;
-    return DT_OK;
+    dt__text_close_file(&t->object);
+    t->fd = dt__file_open(t->object.ctx, t->file[i].path, DT_IO_READ);
+    if (t->fd >= 0) t->current = i;
+    return dt_error(t->object.ctx);
 }
 
-static void dt__text_free(dt_ctx *ctx, void *user) {
-    dt_text *t = (dt_text *)user;
-    dt__text_close_file(t);
-    dt_free(ctx, DT_MEM_HOST, t->file, (size_t)t->files * sizeof *t->file);
-    dt_free(ctx, DT_MEM_HOST, t->paths, t->path_bytes);
-    dt_free(ctx, DT_MEM_HOST, t->buffer, 4 * ((size_t)t->seq + 1));
-    dt_free(ctx, DT_MEM_HOST, t, sizeof *t);
-}
+void dt_text_close(dt_text *text) { dt__object_free(text ? &text->object : NULL); }
 
-void dt_text_close(dt_text *text) {
-    if (!text) return;
-    dt_unlisten(text->ctx, &text->listener);
-    dt__text_free(text->ctx, text);
-}
-
-/* Reads `bytes` bytes from offset `at` of file i, which must be open, to `out`. Fails if it cannot
-   read all these bytes. */
-static dt_status dt__text_read_bytes(
-    dt_text *t, int i, int64_t at, size_t bytes, unsigned char *out) {
-    const dt_io *io = dt_ctx_io(t->ctx);
-    while (bytes > 0) {
-        errno = 0;
-        int64_t got = io->pread(io->user, t->fd, out, bytes, at);
-        if (got < 0 && errno == EINTR) continue;
-        const char *why = got < 0 ? dt__io_reason() : "the file has become shorter";
-        if (got <= 0)
-            return dt_fail(
-                t->ctx, DT_ERR_IO, "%s: byte %lld: %s", t->file[i].path, (long long)at, why);
-        at += got;
-        out += got;
-        bytes -= (size_t)got;
-    }
-    return DT_OK;
-}
-
-/* Reads the kind and the number of tokens of file i, which is open and has `bytes` bytes. llm.c
-   shards begin with 256 words of 4 bytes: magic number, version, number of tokens, zeros. */
-static dt_status dt__text_read_header(dt_text *t, int i, int64_t bytes) {
+/* Reads the size, the kind and the number of tokens of file i. llm.c shards begin with 256 words of
+   4 bytes: magic number, version, number of tokens, zeros. */
+static dt_status dt__text_read_header(dt_text *t, int i) {
+    dt_ctx *ctx = t->object.ctx;
     dt__text_file *f = &t->file[i];
     uint32_t header[3] = { 0, 0, 0 };
     int width = 1;
-    if (bytes >= 4 && dt__text_read_bytes(t, i, 0, 4, (unsigned char *)header) != DT_OK)
-        return dt_error(t->ctx);
+    if (dt__text_open_file(t, i) != DT_OK) return dt_error(ctx);
+    errno = 0;
+    int64_t bytes = dt_ctx_io(ctx)->size(dt_ctx_io(ctx)->user, t->fd);
+    if (bytes < 0) return dt__io_fail(ctx, "%s", f->path);
+    int64_t head = bytes < 12 ? bytes : 12;
+    if (dt__file_read_at(ctx, f->path, t->fd, header, head, 0, "header") != DT_OK)
+        return dt_error(ctx);
     f->tokens = bytes;
-    if (header[0] == 20240520 || header[0] == 20240801) {
+    if (bytes >= 4 && (header[0] == 20240520 || header[0] == 20240801)) {
         uint32_t version = header[0] == 20240520 ? 1 : 7;
-        if (bytes >= 12 && dt__text_read_bytes(t, i, 0, 12, (unsigned char *)header) != DT_OK)
-            return dt_error(t->ctx);
         width = version == 1 ? 2 : 4;
         f->header_bytes = 1024;
         f->tokens = header[2];
         if (header[1] != version || header[2] > INT32_MAX ||
             bytes != f->header_bytes + f->tokens * width)
-            return dt_fail(t->ctx, DT_ERR_IO,
+            return dt_fail(ctx, DT_ERR_IO,
                 "%s: a shard of version %u with %u tokens has %lld bytes; version %u and "
                 "1024 + %d a token are needed",
                 f->path, header[1], header[2], (long long)bytes, version, width);
     }
     if (i > 0 && width != t->token_bytes)
-        return dt_fail(t->ctx, DT_ERR_IO,
+        return dt_fail(ctx, DT_ERR_IO,
             "%s has %d bytes a token, but %s has %d: bytes and shards do not mix", f->path, width,
             t->file[0].path, t->token_bytes);
     t->token_bytes = width;
+    f->start = t->tokens;
+    t->tokens += f->tokens;
     return DT_OK;
-}
-
-/* Copies the paths and counts the tokens of every file. */
-static dt_status dt__text_measure(dt_text *t, const char *const *paths) {
-    const dt_io *io = dt_ctx_io(t->ctx);
-    for (int i = 0; i < t->files; i++) t->path_bytes += strlen(paths[i]) + 1;
-    t->paths = (char *)dt_alloc(t->ctx, DT_MEM_HOST, t->path_bytes, "dt_text_open");
-    char *name = t->paths;
-    for (int i = 0; i < t->files && dt_error(t->ctx) == DT_OK; i++) {
-        size_t bytes = strlen(paths[i]) + 1;
-        memcpy(name, paths[i], bytes);
-        t->file[i].path = name;
-        name += bytes;
-        if (dt__text_open_file(t, i) != DT_OK) break;
-        errno = 0;
-        int64_t size = io->size(io->user, t->fd);
-        if (size < 0) return dt__io_fail(t->ctx, "%s", paths[i]);
-        if (dt__text_read_header(t, i, size) != DT_OK) break;
-        t->file[i].start = t->tokens;
-        t->tokens += t->file[i].tokens;
-    }
-    return dt_error(t->ctx);
 }
 
 dt_text *dt_text_open(dt_ctx *ctx, const char *const *paths, int files, int seq) {
@@ -5064,28 +4394,26 @@ dt_text *dt_text_open(dt_ctx *ctx, const char *const *paths, int files, int seq)
             seq);
         return NULL;
     }
-    dt_text *t = (dt_text *)dt_alloc(ctx, DT_MEM_HOST, sizeof *t, "dt_text_open");
+    dt_text *t = (dt_text *)dt__object_new(ctx, sizeof *t, "dt_text_open", dt__text_close_file);
     if (!t) return NULL;
-    memset(t, 0, sizeof *t);
-    t->ctx = ctx;
     t->seq = seq;
     t->files = files;
     t->fd = t->current = -1;
-    t->listener.closing = dt__text_free;
-    t->listener.user = t;
-    dt_listen(ctx, &t->listener);
-    t->file = (dt__text_file *)dt_alloc(
-        ctx, DT_MEM_HOST, (size_t)files * sizeof *t->file, "dt_text_open");
-    t->buffer = (unsigned char *)dt_alloc(ctx, DT_MEM_HOST, 4 * ((size_t)seq + 1), "dt_text_open");
-    if (t->file) memset(t->file, 0, (size_t)files * sizeof *t->file);
-    if (dt_error(ctx) == DT_OK && dt__text_measure(t, paths) == DT_OK && dt_text_sequences(t) < 1)
+    t->file = (dt__text_file *)dt__object_alloc(&t->object, (size_t)files * sizeof *t->file);
+    t->buffer = (unsigned char *)dt__object_alloc(&t->object, 4 * ((size_t)seq + 1));
+    for (int i = 0; i < files && dt_error(ctx) == DT_OK; i++) {
+        size_t bytes = strlen(paths[i]) + 1;
+        t->file[i].path = (char *)dt__object_alloc(&t->object, bytes);
+        if (!t->file[i].path) break;
+        memcpy(t->file[i].path, paths[i], bytes);
+        dt__text_read_header(t, i);
+    }
+    if (dt_error(ctx) == DT_OK && dt_text_sequences(t) < 1)
         dt_fail(ctx, DT_ERR_IO,
             "%s%s: %lld %s, but one sequence needs %lld (seq %d and the label of its last token)",
             paths[0], files > 1 ? " and others" : "", (long long)t->tokens,
             t->token_bytes > 1 ? "tokens" : "bytes", (long long)seq + 1, seq);
-    if (dt_error(ctx) == DT_OK) return t;
-    dt_text_close(t);
-    return NULL;
+    return (dt_text *)dt__object_made(&t->object);
 }
 
 int64_t dt_text_tokens(const dt_text *text) { return text ? text->tokens : 0; }
@@ -5094,28 +4422,29 @@ int64_t dt_text_sequences(const dt_text *text) {
 }
 
 int64_t dt_text_token_limit(const dt_text *text) {
-    return !text                    ? 0
-           : text->token_bytes == 1 ? 256
-           : text->token_bytes == 2 ? 65536
-                                    : (int64_t)1 << 31;
+    if (!text) return 0;
+    return text->token_bytes < 4 ? (int64_t)1 << (8 * text->token_bytes) : (int64_t)1 << 31;
 }
 
 dt_status dt_text_read(dt_text *t, int64_t sequence, int32_t *ids, int32_t *labels) {
-    if (!t || dt_error(t->ctx) != DT_OK) return t ? dt_error(t->ctx) : DT_ERR_ARG;
+    dt_ctx *ctx = t ? t->object.ctx : NULL;
+    if (!t || dt_error(ctx) != DT_OK) return t ? dt_error(ctx) : DT_ERR_ARG;
     if (sequence < 0 || sequence >= dt_text_sequences(t))
-        return dt_fail(t->ctx, DT_ERR_ARG, "dt_text_read: sequence %lld of %lld",
-            (long long)sequence, (long long)dt_text_sequences(t));
-    if (!ids || !labels) return dt_fail(t->ctx, DT_ERR_ARG, "dt_text_read: ids or labels is NULL");
+        return dt_fail(ctx, DT_ERR_ARG, "dt_text_read: sequence %lld of %lld", (long long)sequence,
+            (long long)dt_text_sequences(t));
+    if (!ids || !labels) return dt_fail(ctx, DT_ERR_ARG, "dt_text_read: ids or labels is NULL");
     int64_t at = sequence * t->seq, end = at + t->seq + 1;
+    unsigned char *out = t->buffer;
     for (int i = 0; i < t->files && at < end; i++) { /* a sequence may span several files */
         const dt__text_file *f = &t->file[i];
-        int64_t stop = f->start + f->tokens < end ? f->start + f->tokens : end;
+        int64_t stop = f->start + f->tokens < end ? f->start + f->tokens : end,
+                bytes = (stop - at) * t->token_bytes;
         if (at >= stop) continue;
-        unsigned char *out = t->buffer + (at + t->seq + 1 - end) * t->token_bytes;
+        int64_t from = f->header_bytes + (at - f->start) * t->token_bytes;
         if (dt__text_open_file(t, i) != DT_OK ||
-            dt__text_read_bytes(t, i, f->header_bytes + (at - f->start) * t->token_bytes,
-                (size_t)((stop - at) * t->token_bytes), out) != DT_OK)
-            return dt_error(t->ctx);
+            dt__file_read_at(ctx, f->path, t->fd, out, bytes, from, "tokens") != DT_OK)
+            return dt_error(ctx);
+        out += bytes;
         at = stop;
     }
     for (int i = 0; i <= t->seq; i++) {
@@ -5124,7 +4453,7 @@ dt_status dt_text_read(dt_text *t, int64_t sequence, int32_t *ids, int32_t *labe
         if (t->token_bytes == 2) token = (memcpy(&two, t->buffer + 2 * i, 2), two);
         if (t->token_bytes == 4) memcpy(&token, t->buffer + 4 * i, 4);
         if (token > INT32_MAX)
-            return dt_fail(t->ctx, DT_ERR_IO, "%s%s: token %lld is %u, which is not a token id",
+            return dt_fail(ctx, DT_ERR_IO, "%s%s: token %lld is %u, which is not a token id",
                 t->file[0].path, t->files > 1 ? " and others" : "",
                 (long long)(sequence * t->seq + i), token);
         if (i < t->seq) ids[i] = (int32_t)token;
@@ -5176,11 +4505,6 @@ static dt_status dt__dry_reduce_real(const dt_reduce_args *a) {
     return dry ? DT_OK : dt_kernels_cpu()->reduce(a, NULL);
 }
 
-static double dt__dry_attention_flops(
-    int64_t batch, int64_t heads, int64_t tq, int64_t tk, int64_t dim) {
-    return 4.0 * (double)batch * (double)heads * (double)tq * (double)tk * (double)dim;
-}
-
 enum {
 #define DT__DRY_ID(k) DT__DRY_##k,
     DT_KERNELS(DT__DRY_ID)
@@ -5199,9 +4523,11 @@ static dt_status dt__dry_call(dt_dry *dry, int kernel, const void *args) {
         dry->flops +=
             2.0 * (double)m->m * (double)m->n * (double)m->k * (double)(m->batch ? m->batch : 1);
     if (kernel == DT__DRY_attention)
-        dry->flops += dt__dry_attention_flops(a->batch, a->heads, a->tq, a->tk, a->dim);
+        dry->flops +=
+            4.0 * (double)(a->batch * a->heads) * (double)(a->tq * a->tk) * (double)a->dim;
     if (kernel == DT__DRY_attention_back)
-        dry->flops += 2.5 * dt__dry_attention_flops(b->batch, b->heads, b->tq, b->tk, b->dim);
+        dry->flops +=
+            10.0 * (double)(b->batch * b->heads) * (double)(b->tq * b->tk) * (double)b->dim;
     return kernel == DT__DRY_reduce ? dt__dry_reduce_real((const dt_reduce_args *)args) : DT_OK;
 }
 
@@ -5251,7 +4577,7 @@ DT__CPP_WARNINGS_ON
              dt_schedule_group -> dt_schedule_micro_group, dt_schedule_idle ->
              dt_schedule_bubble_of, dt_schedule_live -> dt_schedule_max_in_flight, dt_stage_cut ->
              dt_partition_stages, dt_stage_fn -> dt_stage_map_fn, dt_text_limit ->
-             dt_text_token_limit, dt_tokens -> dt_count_labels
+             dt_text_token_limit, dt_tokens -> dt_count_labels. New: dt_all_to_all_rows
      0.1.0   the mesh, placements, layers of tensor, context and expert parallelism, schedules and
              pipelines, the data order, the sampler, text and token shards
 

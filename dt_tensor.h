@@ -71,7 +71,8 @@
      5. Tensors and parameters (sharding, local slice, gradient placement)
      6. Buckets and listeners (gradient bucket, flat parameter, gradient accumulation,
         overlap of communication and computation)
-     7. Ops (linear, embedding, norm, rotary embedding, dropout, attention, cross-entropy)
+     7. Ops (linear, grouped linear, embedding, norm, rotary embedding, dropout, attention,
+        cross-entropy)
      8. Tape and blocks (autograd tape, activation checkpointing (recompute), selective recompute,
         loss scaling, backward in two halves for zero bubble)
      9. Weight files (JSON, safetensors, llm.c)
@@ -84,19 +85,20 @@
     16. Tape: code (autograd tape, owners of tensors' data, transient tensors)
     17. Blocks and backward: code (activation checkpointing (recompute), memory under dt_no_grad)
     18. Ops: linear, norms, elementwise functions (forward and backward of each op)
-    19. Ops: arithmetic, sums, shapes, rows by index
-    20. Ops: rotary embedding, dropout, attention, losses
-    21. JSON
-    22. Reading and writing files (atomic commit: write, fsync, rename, fsync)
-    23. Weight files: formats and reading (safetensors, llm.c)
-    24. Weight files: parameters and writing
-    25. Arithmetic on the CPU (vectorized exp, ln, tanh)
-    26. Matrix product on the CPU (GEMM: packing, micro-kernel, epilogue)
-    27. CPU kernels: elementwise, rows, norms, once over float and double (rotary embedding)
-    28. CPU kernels: attention (naive attention, flash attention, online softmax, log-sum-exp merge,
+    19. Ops: arithmetic, sums, shapes
+    20. Ops: rows by index (embedding, gather, scatter, embedding bag)
+    21. Ops: rotary embedding, dropout, attention, losses
+    22. JSON
+    23. Reading and writing files (atomic commit: write, fsync, rename, fsync)
+    24. Weight files: formats and reading (safetensors, llm.c)
+    25. Weight files: parameters and writing
+    26. Arithmetic on the CPU (vectorized exp, ln, tanh)
+    27. Matrix product on the CPU (GEMM: packing, micro-kernel, epilogue)
+    28. CPU kernels: elementwise, rows, norms, once over float and double (rotary embedding)
+    29. CPU kernels: attention (naive attention, flash attention, online softmax, log-sum-exp merge,
         grouped-query attention)
-    29. CPU kernels: losses and optimizers (cross-entropy; Adam, 1-bit Adam)
-    30. The CPU kernel table
+    30. CPU kernels: losses and optimizers (cross-entropy; Adam, 1-bit Adam)
+    31. The CPU kernel table
 
    CONTRACT
      Memory     The context owns everything it hands out. Parameters live until dt_ctx_free; other
@@ -1120,7 +1122,8 @@ struct dt_tensor { /* your code may read and print a tensor; only ops write it *
     /* The gradient: memory like `data`, but in f32 for a bf16 or f16 parameter. dt_backward sets
        the gradient of parameters and dt_require_grad tensors, except of parameters at ZeRO-2 and
        ZeRO-3, where a rank keeps only a shard of the gradient (dt_zero_grad). The gradient of any
-       other tensor is valid only during its block's backward. */
+       other tensor is valid only during its block's backward; with transient_grad, only until the
+       backward of its op. */
     void *grad;
     dt_shape shape; /* local shape, that of this rank's slice */
     dt_dtype dtype;
@@ -1137,6 +1140,9 @@ struct dt_tensor { /* your code may read and print a tensor; only ops write it *
     /* DT__IN_ARENA .. DT__KEPT: which memory holds `data`, and when the data are dropped (section
        16) */
     int storage;
+    /* 1: the gradient has a buffer of class DT_MEM_COMM, which is released after the backward of
+       `producer`; 0: the gradient is in the arena of its block's gradients */
+    int transient_grad;
 };
 
 typedef struct dt_init {
@@ -1258,13 +1264,21 @@ DT_API double dt_item(const dt_tensor *t);
    reduction of a bucket's gradient in grad_ready, while the backward of earlier layers still runs.
    A listener gathers a sharded bucket's values when an op first reads them. */
 
+/* States of a bucket's gradient. Section 14 shows the changes without a listener, section 8 of
+   dt_zero.h those of ZeRO. */
+typedef enum dt_grad_state {
+    DT_GRAD_EMPTY,       /* no sum in grad, which holds old values */
+    DT_GRAD_WRITING,     /* a backward writes this micro-batch's gradient to micro_grad */
+    DT_GRAD_ACCUMULATED, /* grad holds the sum over the finished micro-batches */
+    DT_GRAD_READY,       /* complete; waits for its turn to be reduced */
+    DT_GRAD_REDUCING,    /* a collective sums it over ranks */
+    DT_GRAD_REDUCED,     /* summed over ranks, after the step's last micro-batch */
+    DT_GRAD_FINAL        /* summed over the pipeline stages that share it, too */
+} dt_grad_state;
+
 /* Gradient bucket. Stores consecutive parameters of one scope that have the same dtype, shardings,
    gradient placements and `frozen` flag. A new bucket begins where a bucket would exceed
-   bucket_bytes. Padding is zero.
-
-       param 0 | param 1 | param 2 | padding      `padded` elements of data
-       shard 0    | shard 1    | shard 2          one rank keeps shard_count elements, from
-                                                  shard_offset on */
+   bucket_bytes. Padding is zero. */
 struct dt_bucket {
     int index, first_param, n_params;
     dt_dtype dtype, grad_dtype; /* the gradients of bf16 and f16 parameters are f32 */
@@ -1278,13 +1292,22 @@ struct dt_bucket {
        bucket, all of `data` of any other bucket. NULL while the values are offloaded */
     void *shard;
     size_t shard_offset, shard_count; /* in elements of data */
-    /* (padded) gradient accumulation: the sum over the finished micro-batches, of class
-       DT_MEM_GRADS; allocated when first needed */
+    /* (grad_count) gradient accumulation: the sum over the finished micro-batches, of the elements
+       from grad_offset on. Of class DT_MEM_GRADS, and allocated when first needed; with
+       grad_offloaded a listener provides it */
     void *grad;
-    /* the gradient of the current micro-batch; may be the same buffer as grad */
+    size_t grad_offset, grad_count;
+    int grad_offloaded;
+    /* (padded) this micro-batch's gradient, until it has been added to grad; may be the same memory
+       as grad */
     void *micro_grad;
-    int accumulated; /* 1: grad holds the gradient of at least one micro-batch */
-    /* number of parameters whose gradient is not complete yet in the current backward */
+    int micros; /* number of micro-batches whose gradients are in grad */
+    dt_grad_state grad_state;
+    /* 1: a listener (dt_zero.h) reduces each micro-batch's gradient over ranks, before it is added
+       to grad */
+    int reduce_each_micro;
+    /* number of parameters whose gradient is not complete yet in the current backward; -1: the
+       bucket's gradient is complete */
     int pending_params;
 };
 
@@ -1294,13 +1317,16 @@ typedef struct dt_buckets_desc {
     /* 1: the values are offloaded: a listener's release() stores them, and its gather() loads them
        again */
     int offloaded;
-    /* 1: buckets have no `grad`; grad_ready receives each micro-batch's gradient separately */
-    int reduce_each_micro;
-    /* NULL, or a function that says how `bucket` is sharded: it sets *shards to the number of equal
-       shards, *shard_index to the shard that this rank keeps, and *pad to the bucket's value of
-       `pad`. At the call *pad is the desc's pad, *shard_index is 0 and *shards is 1. */
-    void (*shard)(const dt_bucket *bucket, size_t *pad, int *shards, int *shard_index, void *user);
+    /* NULL, or a function that says which parts of `bucket` this rank keeps. At the call the bucket
+       has its parameters and its padded size, and keeps all values and gradients. The function may
+       change padded, shard_offset, shard_count, grad_offset, grad_count, grad_offloaded and
+       reduce_each_micro. dt_buckets_make fails with DT_ERR_ARG if padded is less than the number of
+       the parameters' elements, or if a part reaches past `padded` */
+    void (*shard)(dt_bucket *bucket, void *user);
     void *user;
+    /* size of the caller's struct of a bucket, whose first member is a dt_bucket; 0 means
+       sizeof(dt_bucket). Its other members are zero at first */
+    size_t struct_bytes;
 } dt_buckets_desc;
 
 /* [local] Allocates storage for all registered parameters and writes the initial values.
@@ -1309,7 +1335,8 @@ typedef struct dt_buckets_desc {
 DT_API dt_status dt_buckets_make(dt_ctx *ctx, dt_buckets_desc desc);
 DT_API int dt_bucket_count(const dt_ctx *ctx);
 DT_API dt_bucket *dt_bucket_get(const dt_ctx *ctx, int index);
-/* [local] Clears the gradients: the next backward starts the gradient sums from zero. */
+/* [local] Clears the gradients, also reduced ones: the next backward starts the gradient sums from
+   zero. */
 DT_API void dt_clear_grads(dt_ctx *ctx);
 
 typedef enum dt_phase {
@@ -1333,8 +1360,7 @@ typedef struct dt_listener {
     void (*enter)(dt_ctx *ctx, const dt_event *event, void *user);
     void (*leave)(dt_ctx *ctx, const dt_event *event, void *user);
     /* Called when a bucket's gradient of this micro-batch is complete: it has been added to
-       bucket->grad, or it is in bucket->micro_grad. A listener that takes over the micro_grad
-       buffer sets micro_grad to NULL. */
+       bucket->grad, or it is in bucket->micro_grad if the listener reduces each micro-batch. */
     void (*grad_ready)(dt_ctx *ctx, dt_bucket *bucket, int last, void *user);
     /* called by the first dt_fail; returns 1 if another rank has logged the failure */
     int (*failed)(dt_ctx *ctx, dt_status status, const char *text, void *user);
@@ -1385,6 +1411,13 @@ typedef struct dt_linear_desc {
    read, and the residual is not saved. */
 DT_API dt_tensor *dt_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b);
 DT_API dt_tensor *dt_linear_at(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc desc);
+/* Grouped linear (grouped GEMM). x (..,I), w (G,O..,I), b (G,O..) or NULL -> (..,O..): the rows of
+   x are G groups in order, and group g is multiplied by w[g]. rows (G), in host memory, has the
+   number of rows of each group; it is copied. A group may have no rows: then its gradients of w and
+   b are 0. Fails with DT_ERR_ARG if rows is NULL, and with DT_ERR_SHAPE if a count is negative or
+   the counts do not sum to x's number of rows. */
+DT_API dt_tensor *dt_grouped_linear(
+    dt_tensor *x, dt_tensor *w, dt_tensor *b, const int64_t *rows, dt_linear_desc desc);
 /* table (V,C), ids (..) i32 -> (..,C): row ids[i] of the table for each id. An id outside the full
    table fails. If the table is sharded along V, ids whose rows other ranks hold give zeros, so the
    results of the group's ranks are partial sums (DT_PARTIAL in dt_parallel.h). */
@@ -1446,6 +1479,12 @@ DT_API dt_tensor *dt_gather_rows(dt_tensor *x, dt_tensor *rows);
 /* x (..,C), rows (..) i32 -> (count,C): adds row i of x to row rows[i] of the result, in ascending
    i. Skips row i if rows[i] is -1; any other value outside 0 .. count - 1 fails. */
 DT_API dt_tensor *dt_scatter_rows(dt_tensor *x, dt_tensor *rows, int64_t count);
+/* EmbeddingBag with weights. x (R,C), rows (..,k) i32, weights (..,k) in f32 (f64 if x is f64) ->
+   (..,C): the sum over j, in ascending j, of weights[..,j] times row rows[..,j] of x, rounded once.
+   Skips j if rows[..,j] is -1; the gradient of that weight is 0. Any other row outside 0 .. R - 1
+   fails with DT_ERR_ARG; k = 0, or weights of another shape or type, with DT_ERR_SHAPE. In 16 bits
+   the backward rounds each weight times gradient before it adds them. */
+DT_API dt_tensor *dt_embedding_bag(dt_tensor *x, dt_tensor *rows, dt_tensor *weights);
 /* x (..,N) -> (..,k): the k largest elements of each row, in descending order; of equal elements,
    the one with the lowest index comes first. *index receives the indices (..,k), i32. */
 DT_API dt_tensor *dt_topk(dt_tensor *x, int k, dt_tensor **index);
@@ -1552,7 +1591,7 @@ struct dt_node { /* one recorded op */
     dt_tensor *in[DT_MAX_INPUTS];
     int n_in;
     unsigned want;          /* bit i is 1: the backward must compute the gradient of in[i] */
-    unsigned unread_inputs; /* bit i is 1: the backward does not read the data of in[i] */
+    unsigned unread_inputs; /* from dt_record_desc */
     /* narrow[i]: the 16-bit gradient of in[i], a bf16 or f16 parameter, that is not yet added to
        the f32 gradient */
     void *narrow[DT_MAX_INPUTS];
@@ -1586,14 +1625,17 @@ typedef struct dt_record_desc {
     size_t saved_bytes;
     /* if `out` is a transient tensor: computes its data again; NULL if no backward reads them */
     dt_backward_fn recompute;
+    /* bit i is 1: the backward does not read the data of in[i], so if these data were dropped, they
+       are not computed again */
+    unsigned unread_inputs;
 } dt_record_desc;
 /* [local] Returns a new tensor with undefined contents, which belongs to the current block. */
 DT_API dt_tensor *dt_new(dt_ctx *ctx, dt_dtype dtype, dt_shape shape);
 /* [local] Returns a new transient tensor: its data are dropped when the forward of its block ends,
-   and made again by desc.recompute before a backward that reads them. A transient tensor is needed
-   only for a short time, for example a partial sum before its reduction over ranks, or a gathered
-   tensor of which this rank keeps a shard. If dt_record records no op for the tensor, nothing can
-   make its data again. */
+   and made again by desc.recompute before a backward that reads them. Its gradient is dropped after
+   the backward of its op. A transient tensor is needed only for a short time, for example a partial
+   sum before its reduction over ranks, or a gathered tensor of which this rank keeps a shard. If
+   dt_record records no op for the tensor, nothing can make its data again. */
 DT_API dt_tensor *dt_new_transient(dt_ctx *ctx, dt_dtype dtype, dt_shape shape);
 /* [local] Returns a tensor that has the data of x and a gradient of its own: the output of an op
    that is the identity in the forward. dt_alias copies the data only if they may be freed while the
@@ -1807,9 +1849,10 @@ typedef struct dt_weight {
     int64_t count; /* number of elements */
 } dt_weight;
 
-typedef struct dt_llmc { /* the header of an llm.c model; all 0 for other files */
-    /* wte has padded_vocab rows; rows from vocab on are unused */
-    int version, seq, vocab, layers, heads, width, padded_vocab;
+/* The header of an llm.c model, in the order of the file; all 0 for other files. wte has
+   padded_vocab rows; rows from vocab on are unused. */
+typedef struct dt_llmc {
+    int32_t version, seq, vocab, layers, heads, width, padded_vocab;
 } dt_llmc;
 
 /* [local] Opens a file, or a folder that contains model.safetensors or
@@ -1925,26 +1968,19 @@ extern "C" {
 
 // ==== 10. Implementation: base helpers ==========================================================
 
-size_t dt_dtype_size(dt_dtype dtype) {
-    switch (dtype) {
-    case DT_F32: return 4;
-    case DT_BF16: return 2;
-    case DT_F16: return 2;
-    case DT_F64: return 8;
-    case DT_I32: return 4;
-    }
-    return 0;
+/* in the order of dt_dtype */
+static const struct {
+    const char *name;
+    size_t size;
+} dt__dtypes[] = { { "f32", 4 }, { "bf16", 2 }, { "f16", 2 }, { "f64", 8 }, { "i32", 4 } };
+
+static int dt__dtype_known(dt_dtype dtype) {
+    return (size_t)dtype < sizeof dt__dtypes / sizeof *dt__dtypes;
 }
 
+size_t dt_dtype_size(dt_dtype dtype) { return dt__dtype_known(dtype) ? dt__dtypes[dtype].size : 0; }
 const char *dt_dtype_name(dt_dtype dtype) {
-    switch (dtype) {
-    case DT_F32: return "f32";
-    case DT_BF16: return "bf16";
-    case DT_F16: return "f16";
-    case DT_F64: return "f64";
-    case DT_I32: return "i32";
-    }
-    return "unknown type";
+    return dt__dtype_known(dtype) ? dt__dtypes[dtype].name : "unknown type";
 }
 
 const char *dt_status_name(dt_status status) {
@@ -2280,7 +2316,7 @@ static int dt__io_open(void *user, const char *path, int mode) {
     if (fd < 0 && errno == ENOENT) /* the target of a link may be on a disk that is not mounted */
         errno = lstat(path, &st) == 0 && S_ISLNK(st.st_mode) ? ELOOP : ENOENT;
     if (fd < 0) return -1;
-    int reason = 0; /* dt__io_error_text explains the values of `reason` */
+    int reason = 0; /* dt__io_reason explains the values of `reason` */
     if (fstat(fd, &st) != 0)
         reason = errno;
     else if (!S_ISREG(st.st_mode) && !(S_ISDIR(st.st_mode) && mode == DT_IO_READ))
@@ -2454,6 +2490,7 @@ typedef struct dt__chunk {
 
 typedef struct dt__arena {
     dt_mem mem;
+    const char *what;       /* its owner in error texts; NULL: "an arena" */
     size_t min_chunk;       /* size of the next chunk, unless a request is larger */
     dt__chunk *chunks;      /* list; the current chunk comes first */
     struct dt__arena *next; /* if this arena is free: the next one of its pool */
@@ -2473,6 +2510,7 @@ typedef struct dt__buffer {
     size_t bytes;
     dt_mem mem;
     int busy;
+    int of_tensor; /* 1 if a tensor requested it, so its size may be needed only in this step */
 } dt__buffer;
 
 struct dt_ctx {
@@ -2501,9 +2539,10 @@ struct dt_ctx {
     char *scope_prefix;
     size_t scope_bytes;
     int scope, stage, has_stages; /* has_stages 1: dt_stage was called */
-    dt_bucket *buckets;
+    /* (n_buckets) structs of bucket_struct_bytes, each of which begins with a dt_bucket */
+    char *buckets;
+    size_t bucket_struct_bytes;
     int n_buckets;
-    int reduce_each_micro; /* from dt_buckets_desc */
     dt__buffer *buffers;
     int n_buffers, buffer_capacity;
 
@@ -2589,13 +2628,17 @@ static void *dt__device_cache_get(dt_ctx *ctx, size_t bytes, int pinned) {
     return NULL;
 }
 
+static void dt__device_free(dt_ctx *ctx, void *p, size_t bytes, int pinned) {
+    if (pinned)
+        ctx->kernels.unpin(p, bytes);
+    else
+        ctx->kernels.free(ctx->kernels.user, p, bytes);
+}
+
 static void dt__device_cache_free(dt_ctx *ctx) {
     while (ctx->n_cached > 0) {
         dt__cached_memory k = ctx->cached[--ctx->n_cached];
-        if (k.pinned)
-            ctx->kernels.unpin(k.p, k.bytes);
-        else
-            ctx->kernels.free(ctx->kernels.user, k.p, k.bytes);
+        dt__device_free(ctx, k.p, k.bytes, k.pinned);
     }
 }
 
@@ -2658,22 +2701,20 @@ void *dt_pin(dt_ctx *ctx, size_t bytes, const char *what) {
     return dt__alloc_counted(ctx, DT_MEM_HOST, bytes, what, 1);
 }
 
-void dt_free(dt_ctx *ctx, dt_mem mem, void *p, size_t bytes) {
+static void dt__free_counted(dt_ctx *ctx, dt_mem mem, void *p, size_t bytes, int pinned) {
     if (!p) return;
-    if (dt__from_host(ctx, mem))
+    if (pinned ? !ctx->kernels.unpin : dt__from_host(ctx, mem))
         ctx->host.free(ctx->host.user, p, bytes, mem);
-    else if (dt__drain(ctx, 0) || !dt__device_cache_put(ctx, p, bytes, 0))
-        ctx->kernels.free(ctx->kernels.user, p, bytes);
+    else if ((!pinned && dt__drain(ctx, 0)) || !dt__device_cache_put(ctx, p, bytes, pinned))
+        dt__device_free(ctx, p, bytes, pinned);
     dt__account(ctx, mem, bytes, -1);
 }
 
+void dt_free(dt_ctx *ctx, dt_mem mem, void *p, size_t bytes) {
+    dt__free_counted(ctx, mem, p, bytes, 0);
+}
 void dt_unpin(dt_ctx *ctx, void *p, size_t bytes) {
-    if (!p || !ctx->kernels.unpin) {
-        dt_free(ctx, DT_MEM_HOST, p, bytes);
-        return;
-    }
-    if (!dt__device_cache_put(ctx, p, bytes, 1)) ctx->kernels.unpin(p, bytes);
-    dt__account(ctx, DT_MEM_HOST, bytes, -1);
+    dt__free_counted(ctx, DT_MEM_HOST, p, bytes, 1);
 }
 
 void *dt_scratch(dt_ctx *ctx, size_t bytes) {
@@ -2993,8 +3034,13 @@ static uint64_t dt__stream_key(uint64_t seed, const char *name) {
 
    A bucket's gradient is complete when the backward of every recorded use of its parameters has
    run. Then listeners may reduce the gradient over ranks while the backward of earlier layers still
-   runs. With reduce_each_micro (ZeRO-2, ZeRO-3) a listener receives each micro-batch's buffer, and
-   the bucket has no sum. */
+   runs. With reduce_each_micro (ZeRO-2, ZeRO-3) a listener first sums the buffer over ranks, and
+   `grad` is only this rank's shard. Section 8 of dt_zero.h draws the listener's states.
+
+       EMPTY --dt__grad_begin--> WRITING --dt__grad_complete--> READY, then a listener's states,
+         ^                        |    ^                        if it reduces each micro-batch
+         |          dt__grad_add  v    |  dt__grad_begin
+         +--dt_clear_grads-- ACCUMULATED */
 
 dt_local_slice dt_local_slice_of(dt_shape full, const dt_shard_spec shards[3]) {
     dt_local_slice slice;
@@ -3253,8 +3299,8 @@ static void dt__buckets_plan(dt_ctx *ctx, size_t bucket_bytes) {
     int u = -1;
     for (int i = 0; i < ctx->n_params; i++) {
         dt_param_info *p = ctx->params[i]->param;
-        if (dt__begins_bucket(ctx, i, u < 0 ? 0 : ctx->buckets[u].count, bucket_bytes)) {
-            dt_bucket *bucket = &ctx->buckets[++u];
+        if (dt__begins_bucket(ctx, i, u < 0 ? 0 : dt_bucket_get(ctx, u)->count, bucket_bytes)) {
+            dt_bucket *bucket = dt_bucket_get(ctx, ++u);
             bucket->index = u;
             bucket->first_param = i;
             bucket->dtype = ctx->params[i]->dtype;
@@ -3262,7 +3308,7 @@ static void dt__buckets_plan(dt_ctx *ctx, size_t bucket_bytes) {
             bucket->frozen = p->desc.frozen != 0;
             bucket->stage = p->stage;
         }
-        p->bucket = &ctx->buckets[u];
+        p->bucket = dt_bucket_get(ctx, u);
         p->offset = p->bucket->count;
         p->bucket->count += p->count;
         p->bucket->n_params++;
@@ -3332,27 +3378,37 @@ static dt_status dt__bucket_alloc(dt_ctx *ctx, dt_bucket *bucket, const dt_bucke
     return ctx->status;
 }
 
-/* Sets the padded size of a bucket, and which shard of it this rank holds. */
+/* Sets the padded size of a bucket, and which parts of it this rank keeps. */
 static dt_status dt__bucket_shard(dt_ctx *ctx, dt_bucket *bucket, const dt_buckets_desc *desc) {
     size_t pad = desc->pad ? desc->pad : 1;
-    int parts = 1, part = 0;
-    if (desc->shard) desc->shard(bucket, &pad, &parts, &part, desc->user);
-    if (parts < 1 || part < 0 || part >= parts || pad % (size_t)parts != 0)
-        return dt_fail(ctx, DT_ERR_ARG,
-            "dt_buckets_make: shard %d of %d of buckets padded to %zu elements", part, parts, pad);
     bucket->padded = (bucket->count + pad - 1) / pad * pad;
-    bucket->shard_count = bucket->padded / (size_t)parts;
-    bucket->shard_offset = (size_t)part * bucket->shard_count;
+    bucket->shard_count = bucket->grad_count = bucket->padded;
+    if (desc->shard) desc->shard(bucket, desc->user);
+    if (bucket->padded < bucket->count || bucket->shard_count > bucket->padded ||
+        bucket->shard_offset > bucket->padded - bucket->shard_count ||
+        bucket->grad_count > bucket->padded ||
+        bucket->grad_offset > bucket->padded - bucket->grad_count)
+        return dt_fail(ctx, DT_ERR_ARG,
+            "dt_buckets_make: bucket %d of %zu elements, padded to %zu: this rank cannot keep the "
+            "values [%zu, %zu) and the gradients [%zu, %zu)",
+            bucket->index, bucket->count, bucket->padded, bucket->shard_offset,
+            bucket->shard_offset + bucket->shard_count, bucket->grad_offset,
+            bucket->grad_offset + bucket->grad_count);
     return DT_OK;
 }
 
 dt_status dt_buckets_make(dt_ctx *ctx, dt_buckets_desc desc) {
-    size_t bucket_bytes = desc.bucket_bytes ? desc.bucket_bytes : (size_t)25 << 20, open = 0;
+    size_t bucket_bytes = desc.bucket_bytes ? desc.bucket_bytes : (size_t)25 << 20, open = 0,
+           struct_bytes = desc.struct_bytes ? desc.struct_bytes : sizeof(dt_bucket);
     if (!ctx || ctx->status != DT_OK) return dt_error(ctx);
     if (ctx->buckets)
         return dt_fail(ctx, DT_ERR_ARG,
             "dt_buckets_make: parameters have their storage already; call "
             "dt_zero_make once and before the first use of a parameter");
+    if (struct_bytes < sizeof(dt_bucket))
+        return dt_fail(ctx, DT_ERR_ARG,
+            "dt_buckets_make: struct_bytes %zu; a struct that begins with a dt_bucket has %zu",
+            struct_bytes, sizeof(dt_bucket));
     if (ctx->n_params == 0 && ctx->has_stages)
         return DT_OK; /* a pipeline stage may have no parameters */
     if (ctx->n_params == 0)
@@ -3362,114 +3418,174 @@ dt_status dt_buckets_make(dt_ctx *ctx, dt_buckets_desc desc) {
         open = (begins ? 0 : open) + ctx->params[i]->param->count;
         ctx->n_buckets += begins;
     }
-    ctx->buckets = (dt_bucket *)dt__host_zeroed(
-        ctx, (size_t)ctx->n_buckets * sizeof *ctx->buckets, "dt_buckets_make");
+    ctx->bucket_struct_bytes = struct_bytes;
+    ctx->buckets = (char *)dt__host_zeroed(
+        ctx, (size_t)ctx->n_buckets * ctx->bucket_struct_bytes, "dt_buckets_make");
     if (!ctx->buckets) {
         ctx->n_buckets = 0;
         return ctx->status;
     }
-    ctx->reduce_each_micro = desc.reduce_each_micro;
     dt__buckets_plan(ctx, bucket_bytes);
     for (int u = 0; u < ctx->n_buckets && ctx->status == DT_OK; u++)
-        dt__bucket_shard(ctx, &ctx->buckets[u], &desc);
+        dt__bucket_shard(ctx, dt_bucket_get(ctx, u), &desc);
     for (int u = 0; u < ctx->n_buckets && ctx->status == DT_OK; u++)
-        dt__bucket_alloc(ctx, &ctx->buckets[u], &desc);
+        dt__bucket_alloc(ctx, dt_bucket_get(ctx, u), &desc);
     return ctx->status;
 }
 
 int dt_bucket_count(const dt_ctx *ctx) { return ctx ? ctx->n_buckets : 0; }
 dt_bucket *dt_bucket_get(const dt_ctx *ctx, int index) {
-    return index >= 0 && index < dt_bucket_count(ctx) ? &ctx->buckets[index] : NULL;
+    if (index < 0 || index >= dt_bucket_count(ctx)) return NULL;
+    return (dt_bucket *)(void *)(ctx->buckets + (size_t)index * ctx->bucket_struct_bytes);
+}
+
+/* Changes the state of a bucket's gradient; fails if the change is not an arrow of the path. */
+static dt_status dt__grad_enter(dt_ctx *ctx, dt_bucket *bucket, dt_grad_state to) {
+    enum {
+        EMPTY = 1 << DT_GRAD_EMPTY,
+        WRITING = 1 << DT_GRAD_WRITING,
+        ACCUMULATED = 1 << DT_GRAD_ACCUMULATED,
+        READY = 1 << DT_GRAD_READY,
+        REDUCING = 1 << DT_GRAD_REDUCING,
+        REDUCED = 1 << DT_GRAD_REDUCED
+    };
+    static const unsigned char from[] = {
+        EMPTY | ACCUMULATED | REDUCED | 1 << DT_GRAD_FINAL, /* to DT_GRAD_EMPTY */
+        EMPTY | ACCUMULATED,                                /* to DT_GRAD_WRITING */
+        WRITING | REDUCING,                                 /* to DT_GRAD_ACCUMULATED */
+        WRITING | ACCUMULATED,                              /* to DT_GRAD_READY */
+        READY,                                              /* to DT_GRAD_REDUCING */
+        ACCUMULATED,                                        /* to DT_GRAD_REDUCED */
+        REDUCED,                                            /* to DT_GRAD_FINAL */
+    };
+    static const char *const names[] = { "empty", "being written", "accumulated", "ready",
+        "being reduced", "reduced", "final" };
+    if (ctx->status != DT_OK) return ctx->status;
+    if (to == DT_GRAD_WRITING && bucket->grad_state >= DT_GRAD_READY)
+        return dt_fail(ctx, DT_ERR_ARG,
+            "a gradient came after the step's last micro-batch: call dt_zero_step after it, and "
+            "dt_micro(ctx, i, n) before each of n micro-batches");
+    if (!(from[to] >> bucket->grad_state & 1))
+        return dt_fail(ctx, DT_ERR_ARG,
+            "the gradient of bucket %d is %s and cannot become %s: call dt_clear_grads and "
+            "dt_zero_step only between two backwards",
+            bucket->index, names[bucket->grad_state], names[to]);
+    bucket->grad_state = to;
+    return DT_OK;
 }
 
 void dt_clear_grads(dt_ctx *ctx) {
-    for (int u = 0; u < dt_bucket_count(ctx); u++) ctx->buckets[u].accumulated = 0;
+    for (int u = 0; u < dt_bucket_count(ctx); u++) {
+        dt_bucket *bucket = dt_bucket_get(ctx, u);
+        bucket->micros = 0;
+        dt__grad_enter(ctx, bucket, DT_GRAD_EMPTY);
+    }
 }
 
-static dt_status dt__bucket_grad_alloc(dt_ctx *ctx, dt_bucket *bucket) {
-    if (bucket->grad || ctx->reduce_each_micro) return ctx->status;
+static dt_status dt__grad_sum_alloc(dt_ctx *ctx, dt_bucket *bucket) {
     size_t size = dt_dtype_size(bucket->grad_dtype);
-    bucket->grad = dt_alloc(ctx, DT_MEM_GRADS, bucket->padded * size, "gradients");
+    if (bucket->grad || bucket->grad_offloaded) return ctx->status;
+    bucket->grad = dt_alloc(ctx, DT_MEM_GRADS, bucket->grad_count * size, "gradients");
     if (!bucket->grad) return ctx->status;
-    for (int i = bucket->first_param; i < bucket->first_param + bucket->n_params; i++)
-        ctx->params[i]->grad = (char *)bucket->grad + ctx->params[i]->param->offset * size;
-    return dt__fill(ctx, bucket->grad_dtype, bucket->grad, bucket->padded, 0);
+    for (int i = 0; i < bucket->n_params && bucket->grad_count == bucket->padded; i++) {
+        dt_tensor *t = ctx->params[bucket->first_param + i];
+        t->grad = (char *)bucket->grad + t->param->offset * size;
+    }
+    return dt__fill(ctx, bucket->grad_dtype, bucket->grad, bucket->grad_count, 0);
 }
 
-/* Provides memory for a bucket's gradient of this micro-batch. With reduce_each_micro the listener
-   also reads the padding, so the padding is zeroed. */
-static void *dt__bucket_open_grad(dt_ctx *ctx, dt_bucket *bucket) {
+/* Provides memory for a bucket's gradient of this micro-batch: `grad` itself if it is as large and
+   holds no sum yet, else a buffer. Each micro-batch's gradient is complete before it is added. */
+static dt_status dt__grad_begin(dt_ctx *ctx, dt_bucket *bucket) {
     size_t size = dt_dtype_size(bucket->grad_dtype), padding = bucket->padded - bucket->count;
-    if (dt__bucket_grad_alloc(ctx, bucket) != DT_OK) return NULL;
-    if (!ctx->reduce_each_micro)
-        return bucket->micro_grad = bucket->accumulated
-                                        ? dt__buffer_acquire(ctx, DT_MEM_COMM, bucket->count * size)
-                                        : bucket->grad;
-    bucket->micro_grad = dt__buffer_acquire(ctx, DT_MEM_COMM, bucket->padded * size);
-    if (bucket->micro_grad)
-        dt__fill(
-            ctx, bucket->grad_dtype, (char *)bucket->micro_grad + bucket->count * size, padding, 0);
-    return bucket->micro_grad;
+    if (dt__grad_enter(ctx, bucket, DT_GRAD_WRITING) != DT_OK ||
+        dt__grad_sum_alloc(ctx, bucket) != DT_OK)
+        return ctx->status;
+    int lent = bucket->grad && bucket->grad_count == bucket->padded && bucket->micros == 0;
+    bucket->micro_grad =
+        lent ? bucket->grad : dt__buffer_acquire(ctx, DT_MEM_COMM, bucket->padded * size);
+    if (!bucket->micro_grad) return ctx->status;
+    return dt__fill(
+        ctx, bucket->grad_dtype, (char *)bucket->micro_grad + bucket->count * size, padding, 0);
 }
 
-/* Returns the array to which an op writes a parameter's gradient of this micro-batch. The first
-   micro-batch writes directly to the sum. Later micro-batches write to a buffer, so that each
-   micro-batch's gradient is complete before it is added. */
+static void dt__grad_buffer_release(dt_ctx *ctx, dt_bucket *bucket) {
+    if (bucket->micro_grad != bucket->grad) dt__buffer_release(ctx, bucket->micro_grad);
+    bucket->micro_grad = NULL;
+}
+
+/* Gradient accumulation: adds this micro-batch's gradient, if it has not been added, to the sum. */
+static dt_status dt__grad_add(dt_ctx *ctx, dt_bucket *bucket) {
+    size_t skipped = bucket->grad_offset * dt_dtype_size(bucket->grad_dtype);
+    bucket->micros += bucket->micro_grad != NULL;
+    if (bucket->micro_grad && bucket->micro_grad != bucket->grad)
+        dt__accumulate(ctx, bucket->grad_dtype, bucket->grad, (char *)bucket->micro_grad + skipped,
+            bucket->grad_count, bucket->micros > 1);
+    dt__grad_buffer_release(ctx, bucket);
+    return dt__grad_enter(ctx, bucket, DT_GRAD_ACCUMULATED);
+}
+
+/* Returns the array to which an op writes a parameter's gradient of this micro-batch. */
 static void *dt__param_grad(dt_ctx *ctx, dt_tensor *t, int *accumulate) {
     dt_param_info *p = t->param;
     dt_bucket *bucket = p->bucket;
-    if (!bucket->micro_grad && !dt__bucket_open_grad(ctx, bucket)) return NULL;
+    if (bucket->grad_state != DT_GRAD_WRITING && dt__grad_begin(ctx, bucket) != DT_OK) return NULL;
     *accumulate = p->grad_started;
     p->grad_started = 1;
     return (char *)bucket->micro_grad + p->offset * dt_dtype_size(bucket->grad_dtype);
 }
 
-static void dt__bucket_close_grad(dt_ctx *ctx, dt_bucket *bucket) {
-    if (bucket->micro_grad != bucket->grad) dt__buffer_release(ctx, bucket->micro_grad);
-    bucket->micro_grad = NULL;
-}
-
 enum { DT__COMPLETE = -1 };
 
-/* Gradient accumulation. Completes a bucket's gradient of this micro-batch, after the last op that
-   writes to it: zeroes the gradients that no op wrote, adds the buffer to the sum, and calls the
-   listeners. */
-static void dt__bucket_complete(dt_ctx *ctx, dt_bucket *bucket) {
-    size_t size = dt_dtype_size(bucket->grad_dtype);
+/* Completes a bucket's gradient of this micro-batch, after the last op that writes to it: zeroes
+   the gradients that no op wrote, adds the gradient to the sum unless a listener reduces it first,
+   and calls the listeners. */
+static void dt__grad_complete(dt_ctx *ctx, dt_bucket *bucket) {
     bucket->pending_params = DT__COMPLETE;
-    if (ctx->status != DT_OK || dt__bucket_grad_alloc(ctx, bucket) != DT_OK) return;
-    if (ctx->reduce_each_micro && !bucket->micro_grad && !dt__bucket_open_grad(ctx, bucket)) return;
-    void *gradient = bucket->micro_grad    ? bucket->micro_grad
-                     : bucket->accumulated ? NULL
-                                           : bucket->grad;
-    for (int i = bucket->first_param; gradient && i < bucket->first_param + bucket->n_params; i++) {
+    if (ctx->status != DT_OK ||
+        (bucket->grad_state != DT_GRAD_WRITING && dt__grad_begin(ctx, bucket) != DT_OK))
+        return;
+    for (int i = bucket->first_param; i < bucket->first_param + bucket->n_params; i++) {
         dt_param_info *p = ctx->params[i]->param;
-        void *g = (char *)gradient + p->offset * size;
+        void *g = (char *)bucket->micro_grad + p->offset * dt_dtype_size(bucket->grad_dtype);
         if (!p->grad_started)
             dt__fill(ctx, bucket->grad_dtype, g, p->count, 0);
         else
             dt__zero_padding(ctx, p, bucket->grad_dtype, g);
         p->grad_started = 0;
     }
-    if (gradient && gradient != bucket->grad && !ctx->reduce_each_micro)
-        dt__accumulate(ctx, bucket->grad_dtype, bucket->grad, gradient, bucket->count, 1);
-    if (!ctx->reduce_each_micro) dt__bucket_close_grad(ctx, bucket);
-    if (ctx->status != DT_OK) return; /* no listener may reduce an incomplete gradient */
-    bucket->accumulated = 1;
+    if (bucket->reduce_each_micro ? dt__grad_enter(ctx, bucket, DT_GRAD_READY)
+                                  : dt__grad_add(ctx, bucket))
+        return; /* after a failure no listener may reduce an incomplete gradient */
     for (dt_listener *l = ctx->listeners; l; l = l->next)
         if (l->grad_ready) l->grad_ready(ctx, bucket, ctx->micro == ctx->micro_count - 1, l->user);
-    dt__bucket_close_grad(ctx, bucket);
+}
+
+/* Frees a bucket's gradient and its sharding: a later backward without ZeRO makes the whole
+   gradient. */
+static void dt__grad_free(dt_ctx *ctx, dt_bucket *bucket) {
+    size_t bytes = bucket->grad_count * dt_dtype_size(bucket->grad_dtype);
+    dt__grad_buffer_release(ctx, bucket);
+    if (bucket->grad_offloaded)
+        dt__buffer_release(ctx, bucket->grad);
+    else
+        dt_free(ctx, DT_MEM_GRADS, bucket->grad, bytes);
+    for (int i = 0; i < bucket->n_params; i++) ctx->params[bucket->first_param + i]->grad = NULL;
+    bucket->grad = NULL;
+    bucket->grad_offset = 0;
+    bucket->grad_count = bucket->padded;
+    bucket->grad_offloaded = bucket->reduce_each_micro = bucket->micros = 0;
+    bucket->grad_state = DT_GRAD_EMPTY;
 }
 
 static void dt__params_free(dt_ctx *ctx) {
     for (int u = 0; u < ctx->n_buckets; u++) {
-        dt_bucket *bucket = &ctx->buckets[u];
+        dt_bucket *bucket = dt_bucket_get(ctx, u);
         dt_free(
             ctx, DT_MEM_PARAMS, bucket->shard, bucket->shard_count * dt_dtype_size(bucket->dtype));
-        dt_free(
-            ctx, DT_MEM_GRADS, bucket->grad, bucket->padded * dt_dtype_size(bucket->grad_dtype));
+        dt__grad_free(ctx, bucket);
     }
-    dt_free(ctx, DT_MEM_HOST, ctx->buckets, (size_t)ctx->n_buckets * sizeof *ctx->buckets);
+    dt_free(ctx, DT_MEM_HOST, ctx->buckets, (size_t)ctx->n_buckets * ctx->bucket_struct_bytes);
     for (int i = 0; i < ctx->n_params; i++)
         dt_free(ctx, DT_MEM_HOST, ctx->params[i], dt__param_bytes(ctx->params[i]->name));
     dt_free(ctx, DT_MEM_HOST, ctx->params, (size_t)ctx->param_capacity * sizeof *ctx->params);
@@ -3486,7 +3602,10 @@ static void dt__params_free(dt_ctx *ctx) {
 
    A buffer holds the data of one tensor that is dropped before its block's arena is reset, a
    bucket's gradient of one micro-batch, or a bucket's gathered values. All buffers come from one
-   pool: a request takes the smallest free buffer of its memory class that is large enough. */
+   pool: a request takes the smallest free buffer of its memory class that is large enough. Tensors
+   may have other sizes in each step, for example the rows that experts receive. If all free buffers
+   are too small for a tensor, the new buffer replaces one that was made for a tensor, so that the
+   pool does not keep a buffer of every size. */
 
 #if defined(__SANITIZE_ADDRESS__)
 #define DT__ASAN 1
@@ -3511,9 +3630,10 @@ static void *dt__arena_alloc(dt_ctx *ctx, dt__arena *a, size_t bytes) {
     dt__chunk *c = a->chunks;
     if (!c || c->size - c->used < bytes) {
         size_t size = DT__ASAN || bytes > a->min_chunk ? bytes : a->min_chunk;
-        c = (dt__chunk *)dt__host_zeroed(ctx, sizeof *c, "an arena");
+        const char *what = a->what ? a->what : "an arena";
+        c = (dt__chunk *)dt__host_zeroed(ctx, sizeof *c, what);
         if (!c) return NULL;
-        c->data = (char *)dt_alloc(ctx, a->mem, size, "an arena");
+        c->data = (char *)dt_alloc(ctx, a->mem, size, what);
         if (!c->data) {
             dt_free(ctx, DT_MEM_HOST, c, sizeof *c);
             return NULL;
@@ -3583,14 +3703,20 @@ static void dt__arenas_free(dt_ctx *ctx, dt__arena **pool) {
     }
 }
 
-/* Returns a buffer of class `mem` with at least `bytes` bytes; NULL after a failure. */
-static void *dt__buffer_acquire(dt_ctx *ctx, dt_mem mem, size_t bytes) {
-    dt__buffer *best = NULL;
+/* Returns a buffer of class `mem` with at least `bytes` bytes, for a tensor if of_tensor is 1; NULL
+   after a failure. */
+static void *dt__buffer_acquire_at(dt_ctx *ctx, dt_mem mem, size_t bytes, int of_tensor) {
+    dt__buffer *best = NULL, *small = NULL;
     if (bytes == 0) bytes = 1;
     for (int i = 0; i < ctx->n_buffers; i++) {
         dt__buffer *s = &ctx->buffers[i];
-        if (!s->busy && s->mem == mem && s->bytes >= bytes && (!best || s->bytes < best->bytes))
-            best = s;
+        if (s->busy || s->mem != mem) continue;
+        if (s->bytes >= bytes && (!best || s->bytes < best->bytes)) best = s;
+        if (s->bytes < bytes && s->of_tensor && (!small || s->bytes > small->bytes)) small = s;
+    }
+    if (!best && small && of_tensor) {
+        dt_free(ctx, mem, small->data, small->bytes);
+        *small = ctx->buffers[--ctx->n_buffers];
     }
     if (!best) {
         dt__buffer *grown = (dt__buffer *)dt__grow(ctx, ctx->buffers, ctx->n_buffers,
@@ -3602,10 +3728,15 @@ static void *dt__buffer_acquire(dt_ctx *ctx, dt_mem mem, size_t bytes) {
         if (!best->data) return NULL;
         best->bytes = bytes;
         best->mem = mem;
+        best->of_tensor = of_tensor;
         ctx->n_buffers++;
     }
     best->busy = 1;
     return best->data;
+}
+
+static void *dt__buffer_acquire(dt_ctx *ctx, dt_mem mem, size_t bytes) {
+    return dt__buffer_acquire_at(ctx, mem, bytes, 0);
 }
 
 /* Returns a buffer to the pool. data may be NULL. */
@@ -3707,14 +3838,16 @@ static dt_block_state *dt__block_acquire(dt_ctx *ctx, int recomputed) {
 
        storage         memory              dropped when                       made again by
        DT__IN_ARENA    the block's arena   a recomputed block ends; reset     the block's second run
-       DT__TRANSIENT   its own, COMM       its block ends                     node->recompute
-       DT__NO_GRAD     its own, ACTS       its block or the next block        nothing
+       DT__TRANSIENT   its own, COMM       its block ends; again after the    node->recompute, if a
+                                           backward of its op                 backward reads them
+       DT__NO_GRAD     its own, ACTS       its block ends or the next block   nothing
                                            begins; see dt_no_grad
        DT__KEPT        its own, ACTS       reset                              nothing
 
-   Transient tensors of the root stay until the reset, because no call marks the end of the root's
-   forward. A tensor of DT__NO_GRAD that a recorded op has read is not dropped before the reset,
-   because the op's backward may read it. `data` is NULL from the drop on. */
+   In the root, transient data stay until the backward of their op or the reset, because no call
+   marks the end of the root's forward. A tensor of DT__NO_GRAD that a recorded op has read is not
+   dropped before the reset, because the op's backward may read it. `data` is NULL from the drop
+   on. */
 enum { DT__IN_ARENA = 0, DT__TRANSIENT, DT__NO_GRAD, DT__KEPT };
 
 /* Gives t memory for its data. Returns the data; NULL after a failure. */
@@ -3723,7 +3856,7 @@ static void *dt__data_alloc(dt_tensor *t) {
     dt_mem mem = t->storage == DT__TRANSIENT ? DT_MEM_COMM : DT_MEM_ACTS;
     size_t bytes = DT__ASAN ? dt__bytes(t) : (dt__bytes(t) + 63) / 64 * 64;
     t->data = t->storage == DT__IN_ARENA ? dt__arena_alloc(ctx, t->block->acts, bytes)
-                                         : dt__buffer_acquire(ctx, mem, bytes);
+                                         : dt__buffer_acquire_at(ctx, mem, bytes, 1);
     return t->data;
 }
 
@@ -3737,14 +3870,24 @@ static void dt__data_drop_if_unread(dt_tensor *t) {
     if (t->storage == DT__NO_GRAD && !t->readers) dt__data_drop(t);
 }
 
+/* Drops the gradient of t if it has a buffer. */
+static void dt__grad_drop(dt_tensor *t) {
+    if (!t->transient_grad) return;
+    dt__buffer_release(t->ctx, t->grad);
+    t->grad = NULL;
+}
+
 /* Drops the data of all tensors of a block and of the blocks inside it, and releases the borrowed
    arenas. Children come first, newest first, so that the next block with the same structure gets
    the same arenas for the same children. */
 static void dt__block_drop(dt_ctx *ctx, dt_block_state *b) {
     for (dt_block_state *child = b->children; child; child = child->sibling)
         dt__block_drop(ctx, child);
-    for (dt_tensor *t = b->tensors; t; t = t->next)
-        if (!t->base) dt__data_drop(t);
+    for (dt_tensor *t = b->tensors; t; t = t->next) {
+        if (t->base) continue;
+        dt__data_drop(t);
+        dt__grad_drop(t);
+    }
     if (b->acts != &b->own_acts) dt__arena_release(ctx, &ctx->recompute_pool, &b->acts);
 }
 
@@ -3948,6 +4091,7 @@ static dt_tensor *dt__new_output(
     if (!t) return NULL;
     int no_grad = ctx->no_grad && (t->block->no_grad || t->block == ctx->root);
     t->storage = transient ? DT__TRANSIENT : no_grad ? DT__NO_GRAD : DT__IN_ARENA;
+    t->transient_grad = transient;
     return dt__data_alloc(t) ? t : NULL;
 }
 
@@ -3968,7 +4112,8 @@ static int dt__fail_if_dropped(const char *op, const dt_tensor *t) {
     static const char *const why[] = {
         "was made inside a recomputed dt_block and is gone; use it there, or return it from the "
         "block",
-        "was gathered only inside its dt_block; this rank keeps a shard of it",
+        "is transient, for example gathered from shards, and was dropped when its dt_block ended; "
+        "use it inside the block",
         "was dropped under dt_no_grad, because its dt_block ended or a later one began; return it "
         "from the block, or set dt_block_desc.keep in the block that has it as x or output"
     };
@@ -4047,6 +4192,7 @@ static dt_node *dt__record(dt_tensor *out, dt_ctx *ctx, const dt_record_desc *d)
     node->out = out;
     node->n_in = n;
     node->backward = d->backward;
+    node->unread_inputs = d->unread_inputs;
     if (out && out->storage == DT__TRANSIENT) node->recompute = d->recompute;
     for (int i = 0; i < n; i++) {
         node->in[i] = d->in[i];
@@ -4119,9 +4265,10 @@ static void *dt__grad_wide(dt_node *node, int i, int *accumulate, int *wide) {
     *wide = t->param && dt__narrow(t->dtype);
     if (t->param) return dt__param_grad(t->ctx, t, accumulate);
     *accumulate = t->grad != NULL;
-    if (!t->grad)
-        t->grad = dt__grad_alloc(
-            t->ctx, t->needs_grad == DT__KEEP_GRAD ? t->ctx->root : t->block, dt__bytes(t));
+    if (t->grad) return t->grad;
+    dt_block_state *home = t->needs_grad == DT__KEEP_GRAD ? t->ctx->root : t->block;
+    t->grad = t->transient_grad ? dt__buffer_acquire_at(t->ctx, DT_MEM_COMM, dt__bytes(t), 1)
+                                : dt__grad_alloc(t->ctx, home, dt__bytes(t));
     return t->grad;
 }
 
@@ -4344,6 +4491,7 @@ dt_tensor *dt_require_grad(dt_tensor *t) {
         return NULL;
     }
     dt__owner(t)->needs_grad = t->needs_grad = DT__KEEP_GRAD;
+    dt__owner(t)->transient_grad = 0;
     return t;
 }
 
@@ -4355,7 +4503,7 @@ static void dt__node_uses_done(dt_ctx *ctx, const dt_node *n) {
         if (!t || !t->param || !t->needs_grad) continue;
         dt_bucket *bucket = t->param->bucket;
         if (--ctx->root->pending_uses[t->param->index] == 0 && --bucket->pending_params == 0)
-            dt__bucket_complete(ctx, bucket);
+            dt__grad_complete(ctx, bucket);
     }
 }
 
@@ -4406,11 +4554,12 @@ static void dt__node_backward(dt_ctx *ctx, dt_node *n, dt_phase phase) {
     }
     n->want = 0;
     /* without an output the node is an auxiliary loss, whose backward needs no output gradient */
-    int reached = !n->out || dt__owner(n->out)->grad;
+    int reached = !n->out || dt__owner(n->out)->grad, weights = 0;
     for (int i = 0; reached && i < n->n_in; i++) {
         const dt_tensor *t = n->in[i];
         if (!t || !t->needs_grad) continue;
         int is_weight = dt__owner(n->in[i])->param != NULL;
+        weights |= is_weight;
         if (phase == DT_BACKWARD || is_weight == (phase == DT_BACKWARD_WEIGHT)) n->want |= 1u << i;
     }
     if (n->want) {
@@ -4420,6 +4569,8 @@ static void dt__node_backward(dt_ctx *ctx, dt_node *n, dt_phase phase) {
         if (status != DT_OK) dt_fail(ctx, status, "backward of %s", n->name);
     }
     if (n->out && n->out->storage == DT__TRANSIENT) dt__data_drop(n->out);
+    /* the weight half of the backward still reads the gradient of an output of weights */
+    if (n->out && (phase != DT_BACKWARD_INPUT || !weights)) dt__grad_drop(n->out);
     if (phase != DT_BACKWARD_INPUT) dt__node_uses_done(ctx, n);
 }
 
@@ -4492,6 +4643,7 @@ static dt_status dt__backward_seed(dt_tensor *y, dt_tensor *grad) {
     dt_ctx *ctx = y->ctx;
     dt_tensor *t = dt__owner(y);
     if (grad) {
+        t->transient_grad = 0;
         t->grad = grad->data;
         return DT_OK;
     }
@@ -4524,17 +4676,22 @@ static dt_status dt__backward_begin(dt_tensor *loss, dt_phase phase) {
     return DT_OK;
 }
 
-static dt_status dt__backward_check(dt_tensor *y, const dt_tensor *grad, dt_phase phase) {
+static dt_status dt__backward_check(dt_tensor *y, dt_tensor *grad, dt_phase phase) {
     dt_ctx *ctx = y->ctx;
     if (phase < DT_BACKWARD || phase > DT_BACKWARD_WEIGHT)
         return dt_fail(ctx, DT_ERR_ARG, "dt_backward_at(%s): phase %d", y->name, (int)phase);
     if (!grad && (dt_count(y->shape) != 1 || y->dtype == DT_I32))
         return dt_fail(ctx, DT_ERR_SHAPE, "dt_backward(%s): %s %s is no scalar", y->name,
             dt_dtype_name(y->dtype), dt__shape_text(y->shape).s);
+    if (grad && grad->ctx != ctx)
+        return dt_fail(
+            ctx, DT_ERR_ARG, "dt_backward_at(%s): a gradient of another context", y->name);
     if (grad && (grad->dtype != y->dtype || !dt__same_shape(grad->shape, y->shape)))
         return dt_fail(ctx, DT_ERR_SHAPE, "dt_backward_at(%s): %s %s has a gradient %s", y->name,
             dt_dtype_name(y->dtype), dt__shape_text(y->shape).s, dt__tensor_text(grad).s);
-    if (dt__fail_if_dropped("dt_backward", y)) return ctx->status;
+    if (dt__fail_if_dropped("dt_backward", y) || (grad && dt__fail_if_dropped("dt_backward", grad)))
+        return ctx->status;
+    if (grad && dt__ensure_values(grad) != DT_OK) return ctx->status;
     if (!y->needs_grad && !grad)
         return dt_fail(ctx, DT_ERR_ARG, "dt_backward(%s): no parameter leads to it%s", y->name,
             ctx->no_grad ? " (dt_no_grad is on)" : "");
@@ -4552,17 +4709,18 @@ dt_status dt_backward_at(dt_tensor *y, dt_tensor *grad, dt_phase phase) {
         return ctx->status;
     }
     for (int u = 0; u < ctx->n_buckets; u++)
-        if (ctx->buckets[u].stage == ctx->root->stage) ctx->buckets[u].pending_params = 0;
+        if (dt_bucket_get(ctx, u)->stage == ctx->root->stage)
+            dt_bucket_get(ctx, u)->pending_params = 0;
     for (int i = 0; i < ctx->n_params && ctx->root->pending_uses; i++)
         if (ctx->root->pending_uses[i] > 0) ctx->params[i]->param->bucket->pending_params++;
     dt__block_backward(ctx->root, phase);
     /* complete the other buckets of this stage too: no op used their parameters, so their gradient
        is zero */
     for (int u = ctx->n_buckets - 1; u >= 0 && ctx->status == DT_OK; u--) {
-        dt_bucket *bucket = &ctx->buckets[u];
+        dt_bucket *bucket = dt_bucket_get(ctx, u);
         if (bucket->stage == ctx->root->stage && bucket->pending_params != DT__COMPLETE &&
             !bucket->frozen)
-            dt__bucket_complete(ctx, bucket);
+            dt__grad_complete(ctx, bucket);
     }
     return ctx->status;
 }
@@ -4593,20 +4751,20 @@ dt_tensor *dt_input(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const void *hos
     return t && ctx->status == DT_OK ? t : NULL;
 }
 
-dt_status dt_read(const dt_tensor *t, void *host) {
+/* Copies the data of t to `out`, or `in` to the data of t. */
+static dt_status dt__host_copy(const char *op, dt_tensor *t, void *out, const void *in) {
     if (!t || t->ctx->status != DT_OK) return t ? t->ctx->status : DT_ERR_ARG;
-    if (!host && dt__bytes(t))
-        return dt_fail(t->ctx, DT_ERR_ARG, "dt_read(%s): host memory is NULL", t->name);
-    if (dt__fail_if_dropped("dt_read", t)) return t->ctx->status;
-    return dt__read_or_write((dt_tensor *)t, host, NULL);
+    if (!out && !in && dt__bytes(t))
+        return dt_fail(t->ctx, DT_ERR_ARG, "%s(%s): host memory is NULL", op, t->name);
+    if (dt__fail_if_dropped(op, t)) return t->ctx->status;
+    return dt__read_or_write(t, out, in);
 }
 
+dt_status dt_read(const dt_tensor *t, void *host) {
+    return dt__host_copy("dt_read", (dt_tensor *)t, host, NULL);
+}
 dt_status dt_write(dt_tensor *t, const void *host) {
-    if (!t || t->ctx->status != DT_OK) return t ? t->ctx->status : DT_ERR_ARG;
-    if (!host && dt__bytes(t))
-        return dt_fail(t->ctx, DT_ERR_ARG, "dt_write(%s): host memory is NULL", t->name);
-    if (dt__fail_if_dropped("dt_write", t)) return t->ctx->status;
-    return dt__read_or_write(t, NULL, host);
+    return dt__host_copy("dt_write", t, NULL, host);
 }
 
 void *dt_data(dt_tensor *t) {
@@ -4625,13 +4783,23 @@ double dt_item(const dt_tensor *t) {
     return dt__number(t->dtype, &value, 0);
 }
 
-/* Returns the inputs' context, or NULL if the op cannot run: `a` is NULL, the context has failed,
-   an input belongs to another context, or an input's data was freed. Allocates and gathers the
-   values of an input that is a parameter. b and c may be NULL. */
-static dt_ctx *dt__op_context(const char *op, dt_tensor *a, dt_tensor *b, dt_tensor *c) {
+/* Fails the context of the first input that is not NULL and returns NULL. An op calls this function
+   if one of its inputs is NULL, for example the result of dt_param_find for a misspelt name. After
+   an earlier failure a NULL input is normal, and the context keeps the text of that failure. */
+static dt_ctx *dt__null_input(const char *op, dt_tensor *a, dt_tensor *b, dt_tensor *c) {
+    dt_tensor *t = a ? a : b ? b : c;
+    if (t) dt_fail(t->ctx, DT_ERR_ARG, "%s(%s): another input is NULL", op, t->name);
+    return NULL;
+}
+
+/* Returns the inputs' context, or NULL if the op cannot run: one of the first n inputs is NULL, the
+   context has failed, an input belongs to another context, or an input's data was freed. Allocates
+   and gathers the values of an input that is a parameter. Other inputs may be NULL. */
+static dt_ctx *dt__op_context(const char *op, int n, dt_tensor *a, dt_tensor *b, dt_tensor *c) {
     dt_tensor *all[3] = { a, b, c };
-    if (!a || a->ctx->status != DT_OK) return NULL;
+    if (!a || (n > 1 && !b) || (n > 2 && !c)) return dt__null_input(op, a, b, c);
     dt_ctx *ctx = a->ctx;
+    if (ctx->status != DT_OK) return NULL;
     for (int i = 0; i < 3; i++) {
         if (!all[i]) continue;
         if (all[i]->ctx != ctx) {
@@ -4642,15 +4810,6 @@ static dt_ctx *dt__op_context(const char *op, dt_tensor *a, dt_tensor *b, dt_ten
         if (dt__ensure_values(all[i]) != DT_OK) return NULL;
     }
     return ctx;
-}
-
-/* Fails the context of the first input that is not NULL and returns NULL. An op calls this function
-   if one of its inputs is NULL, for example the result of dt_param_find for a misspelt name. After
-   an earlier failure a NULL input is normal, and the context keeps the text of that failure. */
-static dt_ctx *dt__null_input(const char *op, dt_tensor *a, dt_tensor *b, dt_tensor *c) {
-    dt_tensor *t = a ? a : b ? b : c;
-    if (t) dt_fail(t->ctx, DT_ERR_ARG, "%s(%s): another input is NULL", op, t->name);
-    return NULL;
 }
 
 /* Fails the context with a text that gives the shapes and types of both tensors. Returns NULL. */
@@ -4678,8 +4837,9 @@ static dt_tensor *dt__shape_error(const char *op, const dt_tensor *x, const char
 }
 
 /* Like dt__op_context, but it also fails the context and returns NULL if x holds integers. */
-static dt_ctx *dt__float_op_context(const char *op, dt_tensor *x, dt_tensor *b, dt_tensor *c) {
-    dt_ctx *ctx = dt__op_context(op, x, b, c);
+static dt_ctx *dt__float_op_context(
+    const char *op, int n, dt_tensor *x, dt_tensor *b, dt_tensor *c) {
+    dt_ctx *ctx = dt__op_context(op, n, x, b, c);
     if (!ctx || x->dtype != DT_I32) return ctx;
     dt__shape_error(op, x, "not for integers");
     return NULL;
@@ -4705,7 +4865,7 @@ static void dt__index_error(const char *op, const dt_tensor *x, const char *inde
 
 /* Makes the output of an elementwise op on x, with the shape and type of x. */
 static dt_tensor *dt__new_like(dt_tensor *x, const char *op) {
-    dt_ctx *ctx = dt__float_op_context(op, x, NULL, NULL);
+    dt_ctx *ctx = dt__float_op_context(op, 1, x, NULL, NULL);
     return ctx ? dt__new_named(ctx, x->dtype, x->shape, op) : NULL;
 }
 
@@ -4724,6 +4884,13 @@ static dt_record_desc dt__make_record(const char *name, dt_tensor *a, dt_tensor 
     return d;
 }
 
+/* Records y, as dt_record does, with a copy of *saved for the backward. */
+static dt_tensor *dt__record_with(dt_tensor *y, dt_record_desc d, const void *saved) {
+    void *copy = dt_record_saved(y, d);
+    if (copy) memcpy(copy, saved, d.saved_bytes);
+    return y->ctx->status == DT_OK ? y : NULL;
+}
+
 /* Returns the bytes of scratch memory for a matrix product, an attention or sums over rows: the
    larger of `bytes`, which the CPU kernel needs, and the kernel table's work_bytes, which the
    device needs. */
@@ -4740,30 +4907,66 @@ static dt_status dt__matmul(dt_ctx *ctx, const char *op, const char *operand, dt
                   : ctx->status;
 }
 
-/* Adds the output's gradient to the gradient of in[i], or stores it if it is the first gradient of
-   in[i]. can_move is 1 if nothing reads the output's gradient after this call. In this case in[i]
-   takes over the output's gradient buffer without a copy, provided that in[i] is not a parameter
-   and has no gradient yet, and that both gradients have the same lifetime. */
+/* Adds g to the gradient of in[i], or stores it if it is the first gradient of in[i]. */
+static dt_status dt__add_grad(dt_node *n, int i, const void *g) {
+    dt_tensor *t = n->in[i];
+    int accumulate = 0;
+    void *sum = dt_grad_raw(n, i, &accumulate);
+    size_t count = (size_t)dt_count(t->shape);
+    return sum ? dt__accumulate(t->ctx, t->dtype, sum, g, count, accumulate) : dt_error(t->ctx);
+}
+
+/* Adds the output's gradient to the gradient of in[i]. can_move is 1 if nothing reads the output's
+   gradient after this call. In this case in[i] takes over the output's gradient buffer without a
+   copy, provided that in[i] is not a parameter and has no gradient yet, and that the output's
+   gradient lives as long as that of in[i]. */
 static dt_status dt__pass_grad(dt_node *n, int i, int can_move) {
     dt_tensor *t = dt__owner(n->in[i]), *out = dt__owner(n->out);
-    int accumulate = 0;
     if (can_move && !t->param && !t->grad && t->block == out->block &&
-        t->needs_grad != DT__KEEP_GRAD && out->needs_grad != DT__KEEP_GRAD) {
+        t->needs_grad != DT__KEEP_GRAD && out->needs_grad != DT__KEEP_GRAD &&
+        !out->transient_grad) {
         t->grad = out->grad;
         return DT_OK;
     }
-    void *g = dt_grad_raw(n, i, &accumulate);
-    size_t count = (size_t)dt_count(t->shape);
-    return g ? dt__accumulate(t->ctx, t->dtype, g, out->grad, count, accumulate) : dt_error(t->ctx);
+    return dt__add_grad(n, i, out->grad);
 }
 
 typedef struct dt__linear_saved {
     int activation;
     dt_tensor *pre_activation; /* the values x w^T + b; NULL if there is no activation */
     int activation_grad_done;  /* 1 if pre_activation->grad has been computed */
+    const int64_t *rows;       /* number of rows of each group; NULL: one group of all rows */
+    int flags;                 /* DT__LINEAR_* */
 } dt__linear_saved;
 
+enum {
+    DT__LINEAR_TRANSIENT = 1, /* the result is a transient tensor that no backward reads */
+    /* The bias is not added, and its gradient is 0. For a rank whose partial sum has no bias: there
+       the op still reads the bias, so that its gradient is complete at the same op on all ranks. */
+    DT__LINEAR_NO_BIAS = 2
+};
+
 static dt_status dt__linear_back(dt_node *n);
+
+/* Sizes of the products of a linear op: each group of rows is multiplied by a matrix (out,in). */
+typedef struct dt__linear_sizes {
+    int64_t groups, in, out;
+} dt__linear_sizes;
+
+static dt__linear_sizes dt__linear_sizes_of(const dt_tensor *w, const int64_t *rows) {
+    dt__linear_sizes s = { rows ? w->shape.d[0] : 1, (int64_t)dt__last_dim(w), 0 };
+    s.out = (int64_t)dt__row_count(w) / s.groups;
+    return s;
+}
+
+static int64_t dt__group_rows(const dt_tensor *x, const int64_t *rows, int64_t group) {
+    return rows ? rows[group] : (int64_t)dt__row_count(x);
+}
+
+/* Returns the address of an element of an array. */
+static void *dt__element(const void *array, dt_dtype dtype, int64_t index) {
+    return (char *)array + index * (int64_t)dt_dtype_size(dtype);
+}
 
 /* Returns the gradient of the pre-activation, d = dy act'(pre_activation). Usually d overwrites dy,
    because nothing else reads dy. In two cases d gets a separate buffer: if the user reads dy after
@@ -4812,74 +5015,108 @@ static void dt__linear_fuse_input_grad(dt_node *n, dt_matmul_args *a) {
     saved->activation_grad_done = 1;
 }
 
+/* Computes dx = d w, dw = d^T x and db, the sums of d's columns, for each group of rows. The
+   arguments are those of the whole arrays; a gradient that is not wanted is NULL. */
+static dt_status dt__linear_back_groups(
+    dt_node *n, const void *d, dt_matmul_args dx, dt_matmul_args dw, dt_sum_args db) {
+    const dt__linear_saved *saved = (const dt__linear_saved *)n->saved;
+    const int64_t *rows = saved->rows;
+    dt_tensor *x = n->in[0], *w = n->in[1];
+    dt_dtype type = x->dtype;
+    dt__linear_sizes s = dt__linear_sizes_of(w, rows);
+    for (int64_t g = 0, at = 0; dx.c && g < s.groups; at += dt__group_rows(x, rows, g++)) {
+        dt_matmul_args a = dx;
+        a.c = dt__element(dx.c, dt__wide(type, dx.wide), at * s.in);
+        a.a = dt__element(d, type, at * s.out);
+        a.b = dt__element(w->data, type, g * s.out * s.in);
+        a.m = dt__group_rows(x, rows, g);
+        if (dx.pre_activation) a.pre_activation = dt__element(dx.pre_activation, type, at * s.in);
+        if (dt__matmul(x->ctx, n->name, NULL, a) != DT_OK) return dt_error(x->ctx);
+    }
+    for (int64_t g = 0, at = 0; dw.c && g < s.groups; at += dt__group_rows(x, rows, g++)) {
+        dt_matmul_args a = dw;
+        a.c = dt__element(dw.c, dt__wide(type, dw.wide), g * s.out * s.in);
+        a.a = dt__element(d, type, at * s.out);
+        a.b = dt__element(x->data, type, at * s.in);
+        a.k = dt__group_rows(x, rows, g);
+        if (dt__matmul(x->ctx, n->name, NULL, a) != DT_OK) return dt_error(x->ctx);
+    }
+    for (int64_t g = 0, at = 0; db.out && g < s.groups; at += dt__group_rows(x, rows, g++)) {
+        dt_sum_args a = db;
+        a.out = dt__element(db.out, dt__wide(type, db.wide), g * s.out);
+        a.in = dt__element(d, type, at * s.out);
+        a.n = saved->flags & DT__LINEAR_NO_BIAS ? 0 : (size_t)dt__group_rows(x, rows, g);
+        a.work_bytes = dt__scratch_bytes(x->ctx, 0);
+        a.work = dt_scratch(x->ctx, a.work_bytes);
+        if (DT__KERNEL(x->ctx, n->name, sum, &a) != DT_OK) return dt_error(x->ctx);
+    }
+    return DT_OK;
+}
+
 /* The backward of y = act(x w^T + b) + residual. Let d be the gradient of x w^T + b. Then dx = d w,
    dw = d^T x, each element of db is the sum of a column of d, and the residual's gradient is dy. */
 static dt_status dt__linear_back(dt_node *n) {
     dt_tensor *x = n->in[0], *w = n->in[1], *b = n->in[2];
     dt_ctx *ctx = x->ctx;
-    int64_t rows = (int64_t)dt__row_count(x), in = (int64_t)dt__last_dim(w),
-            out = (int64_t)dt__row_count(w);
+    dt__linear_sizes s = dt__linear_sizes_of(w, ((dt__linear_saved *)n->saved)->rows);
+    dt_matmul_args dx = { .dtype = x->dtype, .n = s.in, .k = s.out },
+                   dw = { .dtype = x->dtype, .m = s.out, .n = s.in, .trans_a = 1 };
+    dt_sum_args db = { .dtype = x->dtype, .outer = 1, .inner = (size_t)s.out, .scale = 1 };
     int complete =
         (!w->needs_grad || dt_wants(n, 1)) && (!b || !b->needs_grad || dt_wants(n, 2)) &&
         (!x->needs_grad || dt_wants(n, 0)); /* 1 if the backward is not split in two halves */
     int no_activation = !((dt__linear_saved *)n->saved)->pre_activation;
     if (dt_wants(n, 3) && !no_activation && dt__pass_grad(n, 3, 0) != DT_OK) return dt_error(ctx);
     void *d = dt__linear_activation_grad(n);
-    if (!d) return dt_error(ctx);
-    if (dt_wants(n, 0)) {
-        dt_matmul_args a = {
-            .dtype = x->dtype, .a = d, .b = w->data, .m = rows, .n = in, .k = out
-        };
-        a.c = dt__grad_wide(n, 0, &a.accumulate, &a.wide);
-        dt__linear_fuse_input_grad(n, &a);
-        if (!a.c || dt__matmul(ctx, n->name, NULL, a) != DT_OK) return dt_error(ctx);
-    }
-    if (dt_wants(n, 1)) {
-        dt_matmul_args a = {
-            .dtype = x->dtype, .a = d, .b = x->data, .m = out, .n = in, .k = rows, .trans_a = 1
-        };
-        a.c = dt__grad_wide(n, 1, &a.accumulate, &a.wide);
-        if (!a.c || dt__matmul(ctx, n->name, NULL, a) != DT_OK) return dt_error(ctx);
-    }
-    if (dt_wants(n, 2)) {
-        dt_sum_args a = { .dtype = x->dtype,
-            .in = d,
-            .outer = 1,
-            .n = (size_t)rows,
-            .inner = (size_t)out,
-            .scale = 1,
-            .work_bytes = dt__scratch_bytes(ctx, 0) };
-        a.work = dt_scratch(ctx, a.work_bytes);
-        a.out = dt__grad_wide(n, 2, &a.accumulate, &a.wide);
-        if (!a.out || DT__KERNEL(ctx, n->name, sum, &a) != DT_OK) return dt_error(ctx);
-    }
+    if (!d || (dt_wants(n, 0) && !(dx.c = dt__grad_wide(n, 0, &dx.accumulate, &dx.wide))))
+        return dt_error(ctx);
+    if (dx.c) dt__linear_fuse_input_grad(n, &dx);
+    if (dt_wants(n, 1) && !(dw.c = dt__grad_wide(n, 1, &dw.accumulate, &dw.wide)))
+        return dt_error(ctx);
+    if (dt_wants(n, 2) && !(db.out = dt__grad_wide(n, 2, &db.accumulate, &db.wide)))
+        return dt_error(ctx);
+    if (dt__linear_back_groups(n, d, dx, dw, db) != DT_OK) return dt_error(ctx);
     if (dt_wants(n, 3) && no_activation) return dt__pass_grad(n, 3, complete);
     return DT_OK;
 }
 
+/* Returns 1 if `rows` has the number of rows of each of w's groups of x's rows. */
+static int dt__groups_fit(const dt_tensor *x, const dt_tensor *w, const int64_t *rows) {
+    int64_t sum = 0, least = 0;
+    for (int64_t g = 0; g < w->shape.d[0]; g++) {
+        sum += rows[g];
+        if (rows[g] < least) least = rows[g];
+    }
+    return w->shape.d[0] > 0 && least == 0 && sum == (int64_t)dt__row_count(x);
+}
+
 /* Returns 1 if the inputs of a linear layer fit together, else fails the context and returns 0.
    *shape receives the shape of the layer's result. */
-static int dt__linear_fits(
-    dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_tensor *residual, dt_shape *shape) {
+static int dt__linear_fits(const char *op, dt_tensor *x, dt_tensor *w, dt_tensor *b,
+    dt_tensor *residual, const int64_t *rows, dt_shape *shape) {
     const char *why = NULL;
     dt_tensor *other = w;
+    int skip = rows != NULL; /* the result has no dimension for the groups */
     *shape = x->shape;
     if (x->dtype != w->dtype || (b && b->dtype != w->dtype))
         why = "types differ";
-    else if (w->shape.nd < 2 || x->shape.nd < 1 || dt__last_dim(x) != dt__last_dim(w))
-        why = "the last dimensions must agree, and w needs two";
+    else if (w->shape.nd < 2 + skip || x->shape.nd < 1 || dt__last_dim(x) != dt__last_dim(w))
+        why = rows ? "the last dimensions must agree, and w needs three"
+                   : "the last dimensions must agree, and w needs two";
+    else if (rows && !dt__groups_fit(x, w, rows))
+        why = "the groups need 0 rows or more, and all of x's rows together";
     else if (b && (size_t)dt_count(b->shape) != dt__row_count(w))
         why = "the bias must have w's shape less its last dimension", x = w, other = b;
-    else if (x->shape.nd + w->shape.nd - 2 > DT_MAX_DIMS)
+    else if (x->shape.nd + w->shape.nd - 2 - skip > DT_MAX_DIMS)
         why = "the result has too many dimensions";
     if (!why) {
-        shape->nd = x->shape.nd + w->shape.nd - 2;
-        for (int i = 0; i < w->shape.nd - 1; i++) shape->d[x->shape.nd - 1 + i] = w->shape.d[i];
+        shape->nd = x->shape.nd - 1;
+        for (int i = skip; i < w->shape.nd - 1; i++) shape->d[shape->nd++] = w->shape.d[i];
         if (residual &&
             (dt_count(residual->shape) != dt_count(*shape) || residual->dtype != x->dtype))
             why = "the residual must have the shape and type of the result", other = residual;
     }
-    if (why) dt__mismatch("dt_linear", x, other, why);
+    if (why) dt__mismatch(op, x, other, why);
     return !why;
 }
 
@@ -4888,54 +5125,69 @@ dt_tensor *dt_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b) {
     return dt_linear_at(x, w, b, none);
 }
 
-/* dt_linear_at; transient 1: the result is a transient tensor that no backward reads. */
+/* Computes y and, unless it is NULL, pre_activation. */
+static dt_status dt__linear_run(const char *op, dt_tensor *x, dt_tensor *w, dt_tensor *b,
+    dt_linear_desc desc, const int64_t *rows, dt_tensor *y, dt_tensor *pre_activation) {
+    dt_dtype type = x->dtype;
+    dt_tensor *residual = desc.residual;
+    dt__linear_sizes s = dt__linear_sizes_of(w, rows);
+    for (int64_t g = 0, at = 0; g < s.groups; at += dt__group_rows(x, rows, g++)) {
+        dt_matmul_args a = { .dtype = type,
+            .c = dt__element(y->data, type, at * s.out),
+            .a = dt__element(x->data, type, at * s.in),
+            .b = dt__element(w->data, type, g * s.out * s.in),
+            .m = dt__group_rows(x, rows, g),
+            .n = s.out,
+            .k = s.in,
+            .trans_b = 1,
+            .activation = desc.activation };
+        a.bias = b ? dt__element(b->data, type, g * s.out) : NULL;
+        a.residual = residual ? dt__element(residual->data, type, at * s.out) : NULL;
+        if (pre_activation) a.pre_activation = dt__element(pre_activation->data, type, at * s.out);
+        if (dt__matmul(x->ctx, op, w->name, a) != DT_OK) return dt_error(x->ctx);
+    }
+    return DT_OK;
+}
+
+/* dt_linear_at or, if `rows` is not NULL, dt_grouped_linear. `flags` has bits DT__LINEAR_*. */
 static dt_tensor *dt__linear(
-    dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc desc, int transient) {
-    dt_ctx *ctx =
-        x && w ? dt__float_op_context("dt_linear", x, w, b) : dt__null_input("dt_linear", x, w, b);
+    dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc desc, const int64_t *rows, int flags) {
+    const char *op = rows ? "dt_grouped_linear" : "dt_linear";
+    dt_ctx *ctx = dt__float_op_context(op, 2, x, w, b);
     dt_shape shape;
-    if (!ctx || (desc.residual && !dt__op_context("dt_linear", x, desc.residual, NULL)))
-        return NULL;
-    if (!dt__linear_fits(x, w, b, desc.residual, &shape)) return NULL;
+    if (!ctx || (desc.residual && !dt__op_context(op, 1, x, desc.residual, NULL))) return NULL;
+    if (!dt__linear_fits(op, x, w, b, desc.residual, rows, &shape)) return NULL;
     if (desc.activation < 0 || desc.activation >= DT_ACT_AFFINE) {
-        dt_fail(ctx, DT_ERR_ARG, "dt_linear(%s): activation %d", w->name, desc.activation);
+        dt_fail(ctx, DT_ERR_ARG, "%s(%s): activation %d", op, w->name, desc.activation);
         return NULL;
     }
-    dt_tensor *y = dt__new_output(ctx, x->dtype, shape, "dt_linear", transient);
-    dt_tensor *pre_activation = NULL;
-    if (!y) return NULL;
-    dt_matmul_args a = { .dtype = x->dtype,
-        .c = y->data,
-        .a = x->data,
-        .b = w->data,
-        .m = (int64_t)dt__row_count(x),
-        .n = (int64_t)dt__row_count(w),
-        .k = (int64_t)dt__last_dim(w),
-        .trans_b = 1,
-        .activation = desc.activation };
-    a.bias = b ? b->data : NULL;
-    a.residual = desc.residual ? desc.residual->data : NULL;
+    dt_tensor *y = dt__new_output(ctx, x->dtype, shape, op, flags & DT__LINEAR_TRANSIENT);
+    dt_tensor *pre_activation = NULL, *added = flags & DT__LINEAR_NO_BIAS ? NULL : b;
     int keep_pre_activation = desc.activation && !ctx->no_grad &&
                               (x->needs_grad || w->needs_grad || (b && b->needs_grad));
-    if (keep_pre_activation &&
+    if (y && keep_pre_activation &&
         !(pre_activation = dt__new_named(ctx, x->dtype, shape, "pre_activation")))
         return NULL;
-    a.pre_activation = pre_activation ? pre_activation->data : NULL;
-    if (dt__matmul(ctx, "dt_linear", w->name, a) != DT_OK) return NULL;
-    dt_record_desc d =
-        dt__make_record("dt_linear", x, w, b, dt__linear_back, sizeof(dt__linear_saved));
+    if (!y || dt__linear_run(op, x, w, added, desc, rows, y, pre_activation) != DT_OK) return NULL;
+    dt__linear_saved saved = { desc.activation, pre_activation, 0, NULL, flags };
+    dt_record_desc d = dt__make_record(op, x, w, b, dt__linear_back, sizeof saved);
     d.in[3] = desc.residual;
     d.n_in = 4;
-    dt__linear_saved *saved = (dt__linear_saved *)dt_record_saved(y, d);
-    if (saved) {
-        saved->activation = desc.activation;
-        saved->pre_activation = pre_activation;
-    }
-    return ctx->status == DT_OK ? y : NULL;
+    size_t bytes = rows && !ctx->no_grad ? (size_t)w->shape.d[0] * sizeof *rows : 0;
+    void *copy = bytes ? dt__meta(ctx, bytes) : NULL;
+    if (copy) saved.rows = (const int64_t *)memcpy(copy, rows, bytes);
+    return dt__record_with(y, d, &saved);
+}
+
+dt_tensor *dt_grouped_linear(
+    dt_tensor *x, dt_tensor *w, dt_tensor *b, const int64_t *rows, dt_linear_desc desc) {
+    if (rows || !x) return dt__linear(x, w, b, desc, rows, 0);
+    dt_fail(x->ctx, DT_ERR_ARG, "dt_grouped_linear(%s): rows is NULL", x->name);
+    return NULL;
 }
 
 dt_tensor *dt_linear_at(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc desc) {
-    return dt__linear(x, w, b, desc, 0);
+    return dt__linear(x, w, b, desc, NULL, 0);
 }
 
 /* ---- norms ---- */
@@ -4967,10 +5219,10 @@ static dt_status dt__norm_back(dt_node *n) {
     return a.work ? DT__KERNEL(ctx, n->name, norm_back, &a) : dt_error(ctx);
 }
 
-/* Computes layer normalization, or RMSNorm if bias is NULL. */
+/* Layer normalization, which has n = 3 inputs, or RMSNorm, which has n = 2 and a bias of NULL. */
 static dt_tensor *dt__norm(
-    const char *op, dt_tensor *x, dt_tensor *gain, dt_tensor *bias, double eps) {
-    dt_ctx *ctx = dt__float_op_context(op, x, gain, bias);
+    const char *op, int n, dt_tensor *x, dt_tensor *gain, dt_tensor *bias, double eps) {
+    dt_ctx *ctx = dt__float_op_context(op, n, x, gain, bias);
     if (!ctx) return NULL;
     if (x->shape.nd < 1 || (size_t)dt_count(gain->shape) != dt__last_dim(x) ||
         x->dtype != gain->dtype)
@@ -4996,31 +5248,22 @@ static dt_tensor *dt__norm(
     a.work_bytes = dt_row_work((int64_t)a.cols, x->dtype);
     a.work = dt_scratch(ctx, a.work_bytes);
     if (!a.work || DT__OP(op, gain, norm, &a) != DT_OK) return NULL;
-    dt__norm_saved *saved = (dt__norm_saved *)dt_record_saved(
-        y, dt__make_record(op, x, gain, bias, dt__norm_back, sizeof *saved));
-    if (saved) {
-        saved->mean = mean;
-        saved->rstd = rstd;
-    }
-    return ctx->status == DT_OK ? y : NULL;
+    dt__norm_saved saved = { mean, rstd };
+    return dt__record_with(
+        y, dt__make_record(op, x, gain, bias, dt__norm_back, sizeof saved), &saved);
 }
 
 dt_tensor *dt_layernorm(dt_tensor *x, dt_tensor *gain, dt_tensor *bias, double eps) {
-    if (x && gain && bias) return dt__norm("dt_layernorm", x, gain, bias, eps);
-    dt__null_input("dt_layernorm", x, gain, bias);
-    return NULL;
+    return dt__norm("dt_layernorm", 3, x, gain, bias, eps);
 }
 
 dt_tensor *dt_rmsnorm(dt_tensor *x, dt_tensor *gain, double eps) {
-    if (x && gain) return dt__norm("dt_rmsnorm", x, gain, NULL, eps);
-    dt__null_input("dt_rmsnorm", x, gain, NULL);
-    return NULL;
+    return dt__norm("dt_rmsnorm", 2, x, gain, NULL, eps);
 }
 
 static dt_status dt__softmax_back(dt_node *n) {
     dt_tensor *y = n->out;
     dt_softmax_back_args a = { .dtype = y->dtype,
-        .dx = NULL,
         .dout = y->grad,
         .out = y->data,
         .rows = dt__row_count(y),
@@ -5057,7 +5300,6 @@ static dt_status dt__unary_back(dt_node *n) {
     dt_tensor *x = n->in[0];
     dt_unary_back_args a = { .dtype = x->dtype,
         .act = saved->act,
-        .dx = NULL,
         .dout = n->out->grad,
         .in = x->data,
         .count = (size_t)dt_count(x->shape),
@@ -5077,13 +5319,9 @@ static dt_tensor *dt__unary(const char *op, dt_tensor *x, int act, double scale,
         .scale = scale,
         .shift = shift };
     if (DT__OP(op, x, unary, &a) != DT_OK) return NULL;
-    dt__unary_saved *saved = (dt__unary_saved *)dt_record_saved(
-        y, dt__make_record(op, x, NULL, NULL, dt__unary_back, sizeof *saved));
-    if (saved) {
-        saved->act = act;
-        saved->scale = scale;
-    }
-    return x->ctx->status == DT_OK ? y : NULL;
+    dt__unary_saved saved = { act, scale };
+    return dt__record_with(
+        y, dt__make_record(op, x, NULL, NULL, dt__unary_back, sizeof saved), &saved);
 }
 
 dt_tensor *dt_gelu(dt_tensor *x) { return dt__unary("dt_gelu", x, DT_ACT_GELU, 1, 0); }
@@ -5101,7 +5339,6 @@ static dt_status dt__swiglu_back(dt_node *n) {
     dt_tensor *x = n->in[0];
     dt_glu_back_args a = { .dtype = x->dtype,
         .act = DT_ACT_SILU,
-        .dx = NULL,
         .dout = n->out->grad,
         .in = x->data,
         .rows = dt__row_count(n->out),
@@ -5111,7 +5348,7 @@ static dt_status dt__swiglu_back(dt_node *n) {
 }
 
 dt_tensor *dt_swiglu(dt_tensor *x) {
-    dt_ctx *ctx = dt__float_op_context("dt_swiglu", x, NULL, NULL);
+    dt_ctx *ctx = dt__float_op_context("dt_swiglu", 1, x, NULL, NULL);
     if (!ctx) return NULL;
     dt_shape shape = x->shape;
     if (shape.nd < 2 || shape.d[shape.nd - 2] != 2)
@@ -5130,7 +5367,7 @@ dt_tensor *dt_swiglu(dt_tensor *x) {
     return dt_record(y, dt__make_record("dt_swiglu", x, NULL, NULL, dt__swiglu_back, 0));
 }
 
-// ==== 19. Ops: arithmetic, sums, shapes, rows by index ==========================================
+// ==== 19. Ops: arithmetic, sums, shapes =========================================================
 
 /* Broadcasting. *out receives the shape of the result of an elementwise op on tensors of shapes `a`
    and b. stride_a and stride_b receive the strides of these tensors along the dimensions of *out.
@@ -5164,12 +5401,7 @@ static dt_status dt__sum_to(
     int skip = at.nd - t->shape.nd, which = 0, left = 0, repeats[DT_MAX_DIMS];
     for (int d = 0; d < at.nd; d++)
         left += repeats[d] = at.d[d] != (d < skip ? 1 : t->shape.d[d - skip]);
-    if (left == 0 && scale == 1) { /* no broadcasting */
-        int accumulate = 0;
-        void *to = dt_grad_raw(n, i, &accumulate);
-        return to ? dt__accumulate(t->ctx, t->dtype, to, g, (size_t)dt_count(at), accumulate)
-                  : dt_error(t->ctx);
-    }
+    if (left == 0 && scale == 1) return dt__add_grad(n, i, g); /* no broadcasting */
     for (int end = at.nd;;) {
         dt_sum_args a = { .dtype = dtype,
             .out = buffers[which],
@@ -5201,16 +5433,12 @@ static dt_status dt__sum_to(
     }
 }
 
-typedef struct dt__binary_saved {
-    int op;
-} dt__binary_saved;
-
 /* The backward of dt_add, dt_sub, dt_mul and dt_div. Uses d(a+b) = da + db, d(ab) = b da + a db and
    d(a/b) = da / b - (a/b) db / b. */
 static dt_status dt__binary_back(dt_node *n) {
     dt_tensor *out = n->out, *b = n->in[1];
     dt_ctx *ctx = out->ctx;
-    int op = ((dt__binary_saved *)n->saved)->op;
+    int op = *(const int *)n->saved;
     size_t bytes = dt__bytes(out);
     char *work = (char *)dt_scratch(ctx, 3 * (bytes + 64));
     if (!work) return dt_error(ctx);
@@ -5241,8 +5469,7 @@ static dt_status dt__binary_back(dt_node *n) {
 }
 
 static dt_tensor *dt__binary(const char *name, int op, dt_tensor *a, dt_tensor *b) {
-    dt_ctx *ctx =
-        a && b ? dt__float_op_context(name, a, b, NULL) : dt__null_input(name, a, b, NULL);
+    dt_ctx *ctx = dt__float_op_context(name, 2, a, b, NULL);
     if (!ctx) return NULL;
     dt_binary_args args = { .dtype = a->dtype, .op = op };
     if (a->dtype != b->dtype) return dt__mismatch(name, a, b, "types must be equal");
@@ -5254,10 +5481,7 @@ static dt_tensor *dt__binary(const char *name, int op, dt_tensor *a, dt_tensor *
     args.a = a->data;
     args.b = b->data;
     if (DT__OP(name, a, binary, &args) != DT_OK) return NULL;
-    dt__binary_saved *saved = (dt__binary_saved *)dt_record_saved(
-        y, dt__make_record(name, a, b, NULL, dt__binary_back, sizeof *saved));
-    if (saved) saved->op = op;
-    return ctx->status == DT_OK ? y : NULL;
+    return dt__record_with(y, dt__make_record(name, a, b, NULL, dt__binary_back, sizeof op), &op);
 }
 
 dt_tensor *dt_add(dt_tensor *a, dt_tensor *b) { return dt__binary("dt_add", DT_ADD, a, b); }
@@ -5302,7 +5526,6 @@ static dt_status dt__sum_back(dt_node *n) {
     dt_tensor *x = n->in[0], *y = n->out;
     const dt__dim_split *r = &saved->split;
     dt_permute_args a = { .dtype = x->dtype,
-        .out = NULL,
         .in = y->grad,
         .shape = DT_SHAPE((int64_t)r->outer, (int64_t)r->n, (int64_t)r->inner),
         .out_stride = { (int64_t)(r->n * r->inner), (int64_t)r->inner, 1 },
@@ -5321,7 +5544,7 @@ static dt_status dt__sum_back(dt_node *n) {
 }
 
 static dt_tensor *dt__sum(const char *op, dt_tensor *x, int dim, int mean) {
-    dt_ctx *ctx = dt__float_op_context(op, x, NULL, NULL);
+    dt_ctx *ctx = dt__float_op_context(op, 1, x, NULL, NULL);
     dt__dim_split r;
     if (!ctx || !dt__split_at_dim(op, x, dim, &r)) return NULL;
     double scale = mean ? 1.0 / (double)r.n : 1;
@@ -5337,13 +5560,9 @@ static dt_tensor *dt__sum(const char *op, dt_tensor *x, int dim, int mean) {
         .work_bytes = dt__scratch_bytes(ctx, 0) };
     a.work = dt_scratch(ctx, a.work_bytes);
     if (DT__OP(op, x, sum, &a) != DT_OK) return NULL;
-    dt__sum_saved *saved = (dt__sum_saved *)dt_record_saved(
-        y, dt__make_record(op, x, NULL, NULL, dt__sum_back, sizeof *saved));
-    if (saved) {
-        saved->split = r;
-        saved->scale = scale;
-    }
-    return ctx->status == DT_OK ? y : NULL;
+    dt__sum_saved saved = { r, scale, NULL };
+    return dt__record_with(
+        y, dt__make_record(op, x, NULL, NULL, dt__sum_back, sizeof saved), &saved);
 }
 
 dt_tensor *dt_sum_over(dt_tensor *x, int dim) { return dt__sum("dt_sum_over", x, dim, 0); }
@@ -5355,7 +5574,6 @@ static dt_status dt__select_back(dt_node *n) {
     dt_tensor *x = n->in[0];
     size_t others = saved->split.outer * saved->split.inner;
     dt_scatter_args a = { .dtype = x->dtype,
-        .out = NULL,
         .in = n->out->grad,
         .index = (int32_t *)saved->index->data,
         .outer = saved->split.outer,
@@ -5368,17 +5586,13 @@ static dt_status dt__select_back(dt_node *n) {
 
 static dt_tensor *dt__select_record(
     const char *op, dt_tensor *x, dt_tensor *y, dt_tensor *index, dt__dim_split r) {
-    dt__sum_saved *saved = (dt__sum_saved *)dt_record_saved(
-        y, dt__make_record(op, x, NULL, NULL, dt__select_back, sizeof *saved));
-    if (saved) {
-        saved->split = r;
-        saved->index = index;
-    }
-    return x->ctx->status == DT_OK ? y : NULL;
+    dt__sum_saved saved = { r, 1, index };
+    return dt__record_with(
+        y, dt__make_record(op, x, NULL, NULL, dt__select_back, sizeof saved), &saved);
 }
 
 dt_tensor *dt_max_over(dt_tensor *x, int dim) {
-    dt_ctx *ctx = dt__float_op_context("dt_max_over", x, NULL, NULL);
+    dt_ctx *ctx = dt__float_op_context("dt_max_over", 1, x, NULL, NULL);
     dt__dim_split r;
     if (!ctx || !dt__split_at_dim("dt_max_over", x, dim, &r)) return NULL;
     if (r.n == 0) return dt__shape_error("dt_max_over", x, "an empty dimension has no maximum");
@@ -5397,7 +5611,7 @@ dt_tensor *dt_max_over(dt_tensor *x, int dim) {
 }
 
 dt_tensor *dt_topk(dt_tensor *x, int k, dt_tensor **index) {
-    dt_ctx *ctx = dt__float_op_context("dt_topk", x, NULL, NULL);
+    dt_ctx *ctx = dt__float_op_context("dt_topk", 1, x, NULL, NULL);
     if (!ctx) return NULL;
     if (x->shape.nd < 1 || k < 1 || k > x->shape.d[x->shape.nd - 1])
         return dt__shape_error("dt_topk", x, "k must be 1 up to the last dimension");
@@ -5424,7 +5638,7 @@ dt_tensor *dt_topk(dt_tensor *x, int k, dt_tensor **index) {
 /* Makes a view: a second tensor that shares x's data and gradient. Because the gradient is shared,
    nothing is recorded on the tape. */
 static dt_tensor *dt__view(dt_tensor *x, dt_shape shape, const char *name) {
-    dt_ctx *ctx = dt__op_context(name, x, NULL, NULL);
+    dt_ctx *ctx = dt__op_context(name, 1, x, NULL, NULL);
     dt_tensor *y = ctx ? dt__tensor(ctx, x->dtype, shape, name) : NULL;
     if (!y) return NULL;
     y->base = x;
@@ -5434,7 +5648,7 @@ static dt_tensor *dt__view(dt_tensor *x, dt_shape shape, const char *name) {
 }
 
 dt_tensor *dt_alias(dt_tensor *x) {
-    dt_ctx *ctx = dt__op_context("dt_alias", x, NULL, NULL);
+    dt_ctx *ctx = dt__op_context("dt_alias", 1, x, NULL, NULL);
     if (!ctx) return NULL;
     dt_tensor *owner = dt__owner(x), *y;
     if (ctx->no_grad) {
@@ -5506,21 +5720,18 @@ static dt_status dt__strided_back(dt_node *n) {
 
 static dt_tensor *dt__strided_op(
     const char *op, dt_tensor *const *x, int n, dt_shape shape, const dt__strided_saved *m) {
-    dt_ctx *ctx = x[0]->ctx;
-    dt_tensor *y = dt__new_named(ctx, x[0]->dtype, shape, op);
+    dt_tensor *y = dt__new_named(x[0]->ctx, x[0]->dtype, shape, op);
     for (int i = 0; y && i < n; i++)
         if (dt__strided_copy(op, x[i], m, i, y->data, x[i]->data, 0, 0) != DT_OK) return NULL;
     if (!y) return NULL;
     dt_record_desc d = dt__make_record(op, NULL, NULL, NULL, dt__strided_back, sizeof *m);
     for (int i = 0; i < n; i++) d.in[i] = x[i];
     d.n_in = n;
-    dt__strided_saved *saved = (dt__strided_saved *)dt_record_saved(y, d);
-    if (saved) *saved = *m;
-    return ctx->status == DT_OK ? y : NULL;
+    return dt__record_with(y, d, m);
 }
 
 dt_tensor *dt_slice(dt_tensor *x, int dim, int64_t first, int64_t count) {
-    dt_ctx *ctx = dt__op_context("dt_slice", x, NULL, NULL);
+    dt_ctx *ctx = dt__op_context("dt_slice", 1, x, NULL, NULL);
     dt__strided_saved m;
     if (!ctx) return NULL;
     memset(&m, 0, sizeof m);
@@ -5553,7 +5764,7 @@ dt_tensor *dt_concat(dt_tensor *const *x, int n, int dim) {
     }
     shape.d[dim] = 0;
     for (int i = 0; i < n; i++) {
-        if (!dt__op_context("dt_concat", x[0], x[i], NULL)) return NULL;
+        if (!dt__op_context("dt_concat", 1, x[0], x[i], NULL)) return NULL;
         m.region[i] = x[i]->shape;
         m.region[i].d[dim] = x[0]->shape.d[dim];
         if (!dt__same_shape(m.region[i], x[0]->shape) || x[i]->dtype != x[0]->dtype)
@@ -5570,7 +5781,7 @@ dt_tensor *dt_concat(dt_tensor *const *x, int n, int dim) {
 }
 
 dt_tensor *dt_transpose(dt_tensor *x, int dim_a, int dim_b) {
-    dt_ctx *ctx = dt__op_context("dt_transpose", x, NULL, NULL);
+    dt_ctx *ctx = dt__op_context("dt_transpose", 1, x, NULL, NULL);
     dt__strided_saved m;
     if (!ctx) return NULL;
     memset(&m, 0, sizeof m);
@@ -5615,7 +5826,7 @@ static dt_status dt__cast_recompute(dt_node *n) { return dt__cast_run(n->in[0], 
 
 /* dt_cast; transient 1: the result is a transient tensor. */
 static dt_tensor *dt__cast(dt_tensor *x, dt_dtype dtype, int transient) {
-    dt_ctx *ctx = dt__op_context("dt_cast", x, NULL, NULL);
+    dt_ctx *ctx = dt__op_context("dt_cast", 1, x, NULL, NULL);
     dt_tensor *y = ctx ? dt__new_output(ctx, dtype, x->shape, "dt_cast", transient) : NULL;
     if (!y || dt__cast_run(x, y) != DT_OK) return NULL;
     if (dtype == DT_I32 || x->dtype == DT_I32) return y;
@@ -5626,7 +5837,14 @@ static dt_tensor *dt__cast(dt_tensor *x, dt_dtype dtype, int transient) {
 
 dt_tensor *dt_cast(dt_tensor *x, dt_dtype dtype) { return dt__cast(x, dtype, 0); }
 
-/* ---- rows by index ---- */
+// ==== 20. Ops: rows by index ====================================================================
+
+/* An index (..) i32 selects rows of a table. A gather copies the rows that the index selects, and a
+   scatter adds each row to the row that its index selects; each is the backward of the other:
+
+       gather     y[i] = x[index[i]]                       embedding, dt_gather_rows
+       scatter    y[index[i]] += x[i], in ascending i      dt_scatter_rows
+       bag        y[i] = sum over j of weights[i,j] x[index[i,j]]      dt_embedding_bag */
 
 /* *offset and *rows receive the first row and the number of rows of the full table that this rank
    holds: all rows, or the local slice along dimension 0. *vocab receives the number of rows of the
@@ -5639,51 +5857,74 @@ static void dt__table_slice(
     *vocab = p ? p->full.d[0] : table->shape.d[0];
 }
 
-static dt_status dt__embedding_back(dt_node *n) {
+/* Returns the bytes of work memory that the embedding_back kernel needs for the gradient of a
+   table. */
+static size_t dt__table_work_bytes(dt_tensor *table) {
+    int in_work = dt__narrow(table->dtype) && !dt__owner(table)->param;
+    return in_work ? (size_t)dt_count(table->shape) * sizeof(float) : 0;
+}
+
+/* The node's inputs are a table and ids. Adds row i of dout to the gradient of row ids[i] of the
+   table, for each id. `work` has dt__table_work_bytes(table) bytes. */
+static dt_status dt__embedding_back_from(dt_node *n, const void *dout, void *work) {
     dt_tensor *table = n->in[0], *ids = n->in[1];
-    dt_ctx *ctx = table->ctx;
     int64_t vocab = 0;
     dt_embedding_back_args a = { .dtype = table->dtype,
-        .dout = n->out->grad,
+        .dout = dout,
         .ids = (const int32_t *)ids->data,
         .rows = (size_t)dt_count(ids->shape),
-        .cols = dt__last_dim(table) };
+        .cols = dt__last_dim(table),
+        .work = work,
+        .work_bytes = dt__table_work_bytes(table) };
     dt__table_slice(table, &a.offset, &a.table_rows, &vocab);
     a.dtable = dt__grad_wide(n, 0, &a.accumulate, &a.wide);
-    if (dt__narrow(dt__wide(table->dtype, a.wide))) {
-        a.work_bytes = (size_t)a.table_rows * a.cols * sizeof(float);
-        if (a.work_bytes && !(a.work = dt_scratch(ctx, a.work_bytes))) return dt_error(ctx);
-    }
-    return a.dtable ? DT__KERNEL(ctx, n->name, embedding_back, &a) : dt_error(ctx);
+    return a.dtable && dt_count(table->shape) > 0
+               ? DT__KERNEL(table->ctx, n->name, embedding_back, &a)
+               : dt_error(table->ctx);
+}
+
+static dt_status dt__embedding_back(dt_node *n) {
+    size_t bytes = dt__table_work_bytes(n->in[0]);
+    void *work = bytes ? dt_scratch(n->out->ctx, bytes) : NULL;
+    return bytes && !work ? dt_error(n->out->ctx) : dt__embedding_back_from(n, n->out->grad, work);
+}
+
+/* Copies row ids[i] of the table to row i of `out`, for `count` ids at `ids`. allow_empty 1: -1
+   gives a row of zeros. `checked` is the tensor that an error text shows the ids of. */
+static dt_status dt__lookup_run(const char *op, const dt_tensor *table, const dt_tensor *checked,
+    const void *ids, size_t count, int allow_empty, void *out) {
+    dt_embedding_args a = { .dtype = table->dtype,
+        .out = out,
+        .table = table->data,
+        .ids = (const int32_t *)ids,
+        .rows = count,
+        .cols = dt__last_dim(table),
+        .allow_empty = allow_empty };
+    dt__table_slice(table, &a.offset, &a.table_rows, &a.vocab);
+    dt_status status = DT__CALL(table->ctx, embedding, &a);
+    if (status == DT_ERR_ARG)
+        dt__index_error(op, table, allow_empty ? "row" : "id", checked, allow_empty ? -1 : 0,
+            a.vocab, "the table", "rows");
+    return dt__kernel_done(table->ctx, op, table->name, "embedding", status);
 }
 
 /* allow_empty 1: -1 gives a row of zeros. transient 1: the result is a transient tensor that no
    backward reads. */
 static dt_tensor *dt__lookup_rows(
     const char *op, dt_tensor *table, dt_tensor *ids, int allow_empty, int transient) {
-    dt_ctx *ctx =
-        table && ids ? dt__op_context(op, table, ids, NULL) : dt__null_input(op, table, ids, NULL);
+    dt_ctx *ctx = dt__op_context(op, 2, table, ids, NULL);
     if (!ctx) return NULL;
     if (table->shape.nd != 2 || ids->dtype != DT_I32 || ids->shape.nd >= DT_MAX_DIMS)
         return dt__mismatch(op, table, ids, "a table (V,C) and i32 ids are needed");
     dt_shape shape = ids->shape;
     shape.d[shape.nd++] = table->shape.d[1];
     dt_tensor *out = dt__new_output(ctx, table->dtype, shape, op, transient);
-    if (!out) return NULL;
-    dt_embedding_args a = { .dtype = table->dtype,
-        .out = out->data,
-        .table = table->data,
-        .ids = (const int32_t *)ids->data,
-        .rows = (size_t)dt_count(ids->shape),
-        .cols = dt__last_dim(table),
-        .allow_empty = allow_empty };
-    dt__table_slice(table, &a.offset, &a.table_rows, &a.vocab);
-    dt_status status = DT__CALL(ctx, embedding, &a);
-    if (status == DT_ERR_ARG)
-        dt__index_error(op, table, allow_empty ? "row" : "id", ids, allow_empty ? -1 : 0, a.vocab,
-            "the table", "rows");
-    if (dt__kernel_done(ctx, op, table->name, "embedding", status) != DT_OK) return NULL;
-    return dt_record(out, dt__make_record(op, table, ids, NULL, dt__embedding_back, 0));
+    if (!out || dt__lookup_run(op, table, ids, ids->data, (size_t)dt_count(ids->shape), allow_empty,
+                    out->data) != DT_OK)
+        return NULL;
+    dt_record_desc d = dt__make_record(op, table, ids, NULL, dt__embedding_back, 0);
+    d.unread_inputs = 1;
+    return dt_record(out, d);
 }
 
 dt_tensor *dt_embedding(dt_tensor *table, dt_tensor *ids) {
@@ -5715,13 +5956,13 @@ static dt_status dt__scatter_back(dt_node *n) {
 
 dt_tensor *dt_scatter_rows(dt_tensor *x, dt_tensor *rows, int64_t count) {
     const char *op = "dt_scatter_rows";
-    dt_ctx *ctx =
-        x && rows ? dt__float_op_context(op, x, rows, NULL) : dt__null_input(op, x, rows, NULL);
+    dt_ctx *ctx = dt__float_op_context(op, 2, x, rows, NULL);
     if (!ctx) return NULL;
     if (x->shape.nd < 1 || rows->dtype != DT_I32 ||
-        (size_t)dt_count(rows->shape) != dt__row_count(x) || count < 0)
+        (size_t)dt_count(rows->shape) != dt__row_count(x))
         return dt__mismatch(
             op, x, rows, "x (..,C) and one i32 row for each of its rows are needed");
+    if (count < 0) return dt__shape_error(op, x, "count, the number of result rows, is negative");
     dt_tensor *y = dt__new_named(ctx, x->dtype, DT_SHAPE(count, (int64_t)dt__last_dim(x)), op);
     if (!y) return NULL;
     dt_embedding_back_args a = { .dtype = x->dtype,
@@ -5734,19 +5975,161 @@ dt_tensor *dt_scatter_rows(dt_tensor *x, dt_tensor *rows, int64_t count) {
         .check_ids = 1 };
     if (dt__narrow(x->dtype)) {
         a.work_bytes = (size_t)count * a.cols * sizeof(float);
-        if (a.work_bytes && !(a.work = dt_scratch(ctx, a.work_bytes))) return NULL;
+        /* the kernel needs `work` even for an empty result */
+        if (!(a.work = dt_scratch(ctx, a.work_bytes + 1))) return NULL;
     }
     dt_status status = DT__CALL(ctx, embedding_back, &a);
     if (status == DT_ERR_ARG) dt__index_error(op, x, "row", rows, -1, count, "the result", "rows");
     if (dt__kernel_done(ctx, op, x->name, "embedding_back", status) != DT_OK) return NULL;
-    return dt_record(y, dt__make_record(op, x, rows, NULL, dt__scatter_back, 0));
+    dt_record_desc d = dt__make_record(op, x, rows, NULL, dt__scatter_back, 0);
+    d.unread_inputs = 1;
+    return dt_record(y, d);
 }
 
-// ==== 20. Ops: rotary embedding, dropout, attention, losses =====================================
+/* ---- weighted sums of rows ---- */
 
-typedef struct dt__rope_saved {
-    dt_rope_desc desc;
-} dt__rope_saved;
+/* Splits one scratch allocation into n buffers; buffer i has bytes[i] bytes, rounded up to a
+   multiple of 64. Returns 1, or 0 on failure. */
+static int dt__split_scratch(dt_ctx *ctx, const size_t *bytes, char **buffers, int n) {
+    size_t all = 64, at = 0;
+    for (int i = 0; i < n; i++) all += (bytes[i] + 63) / 64 * 64;
+    char *p = (char *)dt_scratch(ctx, all);
+    for (int i = 0; i < n; i++) {
+        buffers[i] = p ? p + at : NULL;
+        at += (bytes[i] + 63) / 64 * 64;
+    }
+    return p != NULL;
+}
+
+/* Casts `count` elements of the type of x, bf16 or f16, to f32; if `back` is 1, casts from f32 to
+   the type of x. Returns `out`. For other types of x returns `in` without a copy. */
+static const void *dt__cast_rows(
+    const char *op, const dt_tensor *x, int back, const void *in, void *out, size_t count) {
+    dt_dtype wide = dt__wide(x->dtype, 1);
+    dt_cast_args a = { .dtype = back ? x->dtype : wide,
+        .from = back ? wide : x->dtype,
+        .out = out,
+        .in = in,
+        .count = count };
+    if (!dt__narrow(x->dtype)) return in;
+    DT__KERNEL(x->ctx, op, cast, &a);
+    return out;
+}
+
+/* Sums in the type of the weights: y (n,C) = sum over j of weights (n,k) times the rows of x that
+   column j of the index (n,k) selects. */
+static dt_status dt__bag_run(
+    const dt_tensor *x, const dt_tensor *rows, const dt_tensor *weights, dt_tensor *y) {
+    const char *op = y->name;
+    dt_ctx *ctx = y->ctx;
+    int64_t k = (int64_t)dt__last_dim(rows), n = (int64_t)dt__row_count(rows),
+            C = (int64_t)dt__last_dim(x);
+    size_t count = (size_t)(n * C), real = dt_dtype_size(weights->dtype),
+           wide = dt__narrow(x->dtype) ? count * real : 0;
+    size_t bytes[4] = { (size_t)(n * k) * sizeof(int32_t), dt__bytes(y), wide, wide };
+    char *buffers[4];
+    if (count == 0) return DT_OK;
+    if (!dt__split_scratch(ctx, bytes, buffers, 4)) return dt_error(ctx);
+    dt_permute_args columns = { .dtype = DT_I32,
+        .out = buffers[0],
+        .in = rows->data,
+        .shape = DT_SHAPE(k, n),
+        .out_stride = { n, 1 },
+        .in_stride = { 1, k } };
+    DT__KERNEL(ctx, op, permute, &columns);
+    void *sum = wide ? buffers[3] : y->data;
+    for (int64_t j = 0; j < k; j++) {
+        if (dt__lookup_run(op, x, rows, (int32_t *)buffers[0] + j * n, (size_t)n, 1, buffers[1]) !=
+            DT_OK)
+            return dt_error(ctx);
+        dt_binary_args a = { .dtype = weights->dtype,
+            .op = DT_MUL,
+            .out = sum,
+            .a = dt__cast_rows(op, x, 0, buffers[1], buffers[2], count),
+            .b = (const char *)weights->data + (size_t)j * real,
+            .shape = DT_SHAPE(n, C),
+            .stride_a = { C, 1 },
+            .stride_b = { k, 0 },
+            .accumulate = j > 0 };
+        if (DT__KERNEL(ctx, op, binary, &a) != DT_OK) return dt_error(ctx);
+    }
+    dt__cast_rows(op, y, 1, sum, y->data, count);
+    return dt_error(ctx);
+}
+
+/* out (n,k,C) = dy (n,C), repeated along k, times b. b_stride has the strides of b. */
+static dt_status dt__bag_product(
+    dt_node *n, const void *dy, const void *b, const int64_t *b_stride, void *out) {
+    const dt_tensor *weights = n->in[2];
+    int64_t C = (int64_t)dt__last_dim(n->out);
+    dt_binary_args a = { .dtype = weights->dtype,
+        .op = DT_MUL,
+        .out = out,
+        .a = dy,
+        .b = b,
+        .shape = DT_SHAPE((int64_t)dt__row_count(weights), (int64_t)dt__last_dim(weights), C),
+        .stride_a = { C, 0, 1 },
+        .stride_b = { b_stride[0], b_stride[1], b_stride[2] } };
+    return dt_count(a.shape) > 0 ? DT__KERNEL(n->out->ctx, n->name, binary, &a) : DT_OK;
+}
+
+/* The gradient of weight j is the dot product of dy and the row that j selects; the row's gradient
+   is weight j times dy. */
+static dt_status dt__bag_back(dt_node *n) {
+    dt_tensor *x = n->in[0], *rows = n->in[1], *weights = n->in[2], *y = n->out;
+    dt_ctx *ctx = y->ctx;
+    int64_t k = (int64_t)dt__last_dim(rows), C = (int64_t)dt__last_dim(x);
+    size_t choices = (size_t)dt_count(rows->shape), count = choices * (size_t)C,
+           real = dt_dtype_size(weights->dtype), narrow = dt__narrow(x->dtype) ? 1 : 0;
+    size_t bytes[4] = { count * real, narrow * count * dt_dtype_size(x->dtype),
+        narrow * (size_t)dt_count(y->shape) * real, dt__table_work_bytes(x) };
+    char *buffers[4], *product;
+    if (!dt__split_scratch(ctx, bytes, buffers, 4)) return dt_error(ctx);
+    product = buffers[0];
+    const void *dy = dt__cast_rows(n->name, x, 0, y->grad, buffers[2], (size_t)dt_count(y->shape));
+    if (dt_wants(n, 2)) {
+        char *selected = narrow ? buffers[1] : product;
+        int64_t strides[3] = { k * C, C, 1 };
+        dt_sum_args sum = { .dtype = weights->dtype,
+            .in = product,
+            .outer = choices,
+            .n = (size_t)C,
+            .inner = 1,
+            .scale = 1 };
+        sum.out = dt_grad_raw(n, 2, &sum.accumulate);
+        if (!sum.out || dt__lookup_run(n->name, x, rows, rows->data, choices, 1, selected) != DT_OK)
+            return dt_error(ctx);
+        dt__cast_rows(n->name, x, 0, selected, product, count);
+        if (dt__bag_product(n, dy, product, strides, product) != DT_OK ||
+            DT__KERNEL(ctx, n->name, sum, &sum) != DT_OK)
+            return dt_error(ctx);
+    }
+    int64_t strides[3] = { k, 1, 0 };
+    if (!dt_wants(n, 0)) return dt_error(ctx);
+    if (dt__bag_product(n, dy, weights->data, strides, product) != DT_OK) return dt_error(ctx);
+    return dt__embedding_back_from(
+        n, dt__cast_rows(n->name, x, 1, product, buffers[1], count), buffers[3]);
+}
+
+dt_tensor *dt_embedding_bag(dt_tensor *x, dt_tensor *rows, dt_tensor *weights) {
+    const char *op = "dt_embedding_bag";
+    dt_ctx *ctx = dt__float_op_context(op, 3, x, rows, weights);
+    if (!ctx) return NULL;
+    if (x->shape.nd != 2 || rows->dtype != DT_I32 || rows->shape.nd < 1 || dt__last_dim(rows) < 1)
+        return dt__mismatch(op, x, rows, "x (R,C) and i32 rows (..,k) are needed");
+    if (!dt__same_shape(rows->shape, weights->shape) || weights->dtype != dt__wide(x->dtype, 1))
+        return dt__mismatch(
+            op, rows, weights, "each row needs a weight in f32, or in f64 if x is f64");
+    dt_shape shape = rows->shape;
+    shape.d[shape.nd - 1] = x->shape.d[1];
+    dt_tensor *y = dt__new_named(ctx, x->dtype, shape, op);
+    if (!y || dt__bag_run(x, rows, weights, y) != DT_OK) return NULL;
+    dt_record_desc d = dt__make_record(op, x, rows, weights, dt__bag_back, 0);
+    d.unread_inputs = !weights->needs_grad;
+    return dt_record(y, d);
+}
+
+// ==== 21. Ops: rotary embedding, dropout, attention, losses =====================================
 
 static dt_rope_args dt__rope_args(const dt_tensor *x, const dt_tensor *positions, dt_rope_desc d) {
     dt_rope_args a = { .dtype = x->dtype,
@@ -5763,7 +6146,7 @@ static dt_rope_args dt__rope_args(const dt_tensor *x, const dt_tensor *positions
 /* Applies the inverse rotation, because the transpose of a rotation is its inverse. */
 static dt_status dt__rope_back(dt_node *n) {
     dt_tensor *x = n->in[0];
-    dt_rope_args a = dt__rope_args(x, n->in[1], ((dt__rope_saved *)n->saved)->desc);
+    dt_rope_args a = dt__rope_args(x, n->in[1], *(const dt_rope_desc *)n->saved);
     a.in = n->out->grad;
     a.inverse = 1;
     a.out = dt_grad_raw(n, 0, &a.accumulate);
@@ -5771,9 +6154,7 @@ static dt_status dt__rope_back(dt_node *n) {
 }
 
 dt_tensor *dt_rope(dt_tensor *x, dt_tensor *positions, dt_rope_desc desc) {
-    int have_inputs = x && positions;
-    dt_ctx *ctx = have_inputs ? dt__float_op_context("dt_rope", x, positions, NULL)
-                              : dt__null_input("dt_rope", x, positions, NULL);
+    dt_ctx *ctx = dt__float_op_context("dt_rope", 2, x, positions, NULL);
     if (!ctx) return NULL;
     if (x->shape.nd != 4 || positions->dtype != DT_I32 ||
         dt_count(positions->shape) != x->shape.d[0] * x->shape.d[1])
@@ -5792,10 +6173,8 @@ dt_tensor *dt_rope(dt_tensor *x, dt_tensor *positions, dt_rope_desc desc) {
     a.in = x->data;
     a.out = y->data;
     if (DT__OP("dt_rope", x, rope, &a) != DT_OK) return NULL;
-    dt__rope_saved *saved = (dt__rope_saved *)dt_record_saved(
-        y, dt__make_record("dt_rope", x, positions, NULL, dt__rope_back, sizeof *saved));
-    if (saved) saved->desc = desc;
-    return ctx->status == DT_OK ? y : NULL;
+    return dt__record_with(
+        y, dt__make_record("dt_rope", x, positions, NULL, dt__rope_back, sizeof desc), &desc);
 }
 
 typedef struct dt__dropout_saved {
@@ -5824,7 +6203,7 @@ static dt_status dt__dropout_back(dt_node *n) {
 }
 
 dt_tensor *dt_dropout(dt_tensor *x, double p, uint64_t key, dt_tensor *tokens) {
-    dt_ctx *ctx = dt__float_op_context("dt_dropout", x, tokens, NULL);
+    dt_ctx *ctx = dt__float_op_context("dt_dropout", 1, x, tokens, NULL);
     if (!ctx || p == 0) return ctx ? x : NULL;
     if (!(p > 0 && p < 1)) {
         dt_fail(ctx, DT_ERR_ARG, "dt_dropout(%s): probability %g; it lies in [0,1)", x->name, p);
@@ -5839,13 +6218,9 @@ dt_tensor *dt_dropout(dt_tensor *x, double p, uint64_t key, dt_tensor *tokens) {
     a.in = x->data;
     a.out = y->data;
     if (DT__OP("dt_dropout", x, dropout, &a) != DT_OK) return NULL;
-    dt__dropout_saved *saved = (dt__dropout_saved *)dt_record_saved(
-        y, dt__make_record("dt_dropout", x, tokens, NULL, dt__dropout_back, sizeof *saved));
-    if (saved) {
-        saved->p = p;
-        saved->key = key;
-    }
-    return ctx->status == DT_OK ? y : NULL;
+    dt__dropout_saved saved = { p, key };
+    return dt__record_with(
+        y, dt__make_record("dt_dropout", x, tokens, NULL, dt__dropout_back, sizeof saved), &saved);
 }
 
 /* ---- attention ---- */
@@ -5860,9 +6235,6 @@ static dt_status dt__attention_back(dt_node *n) {
     dt_tensor *q = n->in[0], *k = n->in[1], *v = n->in[2];
     dt_ctx *ctx = q->ctx;
     dt_attention_back_args a = { .dtype = q->dtype,
-        .dq = NULL,
-        .dk = NULL,
-        .dv = NULL,
         .dout = n->out->grad,
         .out = n->out->data,
         .lse = saved->lse->data,
@@ -5906,7 +6278,7 @@ static int dt__attention_fits(
    (B,T,H,D). Returns NULL if `ints` is NULL, which is not an error. Sets *bad to 1 on an error. */
 static const int32_t *dt__token_ints(dt_tensor *x, dt_tensor *ints, int *bad) {
     if (!ints) return NULL;
-    if (!dt__op_context("dt_attention", x, ints, NULL))
+    if (!dt__op_context("dt_attention", 1, x, ints, NULL))
         *bad = 1;
     else if (ints->dtype != DT_I32 || dt_count(ints->shape) != x->shape.d[0] * x->shape.d[1]) {
         dt__mismatch(
@@ -5921,26 +6293,19 @@ static const int32_t *dt__token_ints(dt_tensor *x, dt_tensor *ints, int *bad) {
 static int dt__mask_make(dt_tensor *q, dt_tensor *k, dt_attn_desc d, dt_attention_mask *s) {
     int bad = 0, same = q->shape.d[1] == k->shape.d[1];
     s->causal = !d.full;
+    if (same && !d.key_positions) d.key_positions = d.positions;
+    if (same && !d.key_documents) d.key_documents = d.documents;
     s->q_position = dt__token_ints(q, d.positions, &bad);
-    s->k_position = dt__token_ints(k,
-        d.key_positions ? d.key_positions
-        : same          ? d.positions
-                        : NULL,
-        &bad);
+    s->k_position = dt__token_ints(k, d.key_positions, &bad);
     s->q_document = dt__token_ints(q, d.documents, &bad);
-    s->k_document = dt__token_ints(k,
-        d.key_documents ? d.key_documents
-        : same          ? d.documents
-                        : NULL,
-        &bad);
+    s->k_document = dt__token_ints(k, d.key_documents, &bad);
     if (bad || !s->q_document == !s->k_document) return !bad;
     dt_fail(q->ctx, DT_ERR_ARG, "dt_attention: documents of queries and of keys, both or none");
     return 0;
 }
 
 dt_tensor *dt_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_attn_desc desc) {
-    dt_ctx *ctx = q && k && v ? dt__float_op_context("dt_attention", q, k, v)
-                              : dt__null_input("dt_attention", q, k, v);
+    dt_ctx *ctx = dt__float_op_context("dt_attention", 3, q, k, v);
     dt_attention_mask mask;
     if (!ctx) return NULL;
     if (!dt__attention_fits(q, k, v, desc.kv_heads)) return NULL;
@@ -5967,32 +6332,27 @@ dt_tensor *dt_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_attn_desc d
     a.work = dt_scratch(ctx, a.work_bytes);
     if (!a.work || DT__OP("dt_attention", q, attention, &a) != DT_OK) return NULL;
     if (desc.lse) *desc.lse = lse;
-    dt_record_desc d =
-        dt__make_record("dt_attention", q, k, v, dt__attention_back, sizeof(dt__attention_saved));
-    dt__attention_saved *saved = (dt__attention_saved *)dt_record_saved(y, d);
-    if (saved) {
-        saved->lse = lse;
-        saved->mask = mask;
-    }
-    return ctx->status == DT_OK ? y : NULL;
+    dt__attention_saved saved = { lse, mask };
+    return dt__record_with(
+        y, dt__make_record("dt_attention", q, k, v, dt__attention_back, sizeof saved), &saved);
 }
 
 /* ---- losses ---- */
 
 typedef struct dt__loss_saved {
     dt_tensor *lse;
-    dt_tensor *logits;   /* the saved logits, or NULL if the backward recomputes the logits */
+    dt_tensor *logits;   /* all logits, or NULL if the backward recomputes the logits */
     int logits_are_grad; /* 1 if the backward has overwritten the saved logits with dlogits */
     double scale;
     dt_loss_desc desc;
 } dt__loss_saved;
 
 static int dt__denominator(dt_ctx *ctx, const char *op, double denominator) {
-    if (denominator > 0 && denominator < HUGE_VAL) return 1;
-    dt_fail(ctx, DT_ERR_ARG,
-        "%s: denominator %g; give the number of labels or elements of the whole step", op,
-        denominator);
-    return 0;
+    if (!(denominator > 0 && denominator < HUGE_VAL))
+        dt_fail(ctx, DT_ERR_ARG,
+            "%s: denominator %g; give the number of labels or elements of the whole step", op,
+            denominator);
+    return dt_error(ctx) == DT_OK;
 }
 
 static int dt__loss_desc_ok(
@@ -6003,170 +6363,27 @@ static int dt__loss_desc_ok(
         dt_fail(ctx, DT_ERR_ARG, "%s: %d parts of a vocabulary of %lld, this from %lld on%s", op,
             s->count, (long long)s->full_vocab, (long long)s->offset,
             s->gather ? "" : ", and no gather");
-    if (dt_error(ctx) != DT_OK) return 0;
-    if (d.vocab >= 0 && d.vocab <= columns && d.smoothing >= 0 && d.smoothing < 1 &&
-        d.z_weight >= 0)
-        return 1;
-    dt_fail(ctx, DT_ERR_ARG, "%s: vocab %lld of %lld columns, smoothing %g in [0,1), z_weight %g",
-        op, (long long)d.vocab, (long long)columns, d.smoothing, d.z_weight);
-    return 0;
+    else if (!(d.vocab >= 0 && d.vocab <= columns && d.smoothing >= 0 && d.smoothing < 1 &&
+                 d.z_weight >= 0))
+        dt_fail(ctx, DT_ERR_ARG,
+            "%s: vocab %lld of %lld columns, smoothing %g in [0,1), z_weight %g", op,
+            (long long)d.vocab, (long long)columns, d.smoothing, d.z_weight);
+    return dt_error(ctx) == DT_OK;
 }
 
-/* The outputs of a cross-entropy. `z`, the z loss, is NULL if it is not asked for; `logits` is NULL
-   if the logits are not saved. */
-typedef struct dt__loss_outputs {
-    dt_tensor *loss, *lse, *z, *logits;
-} dt__loss_outputs;
-
-static int dt__loss_begin(const char *op, dt_tensor *x, dt_loss_desc d, dt__loss_outputs *p) {
-    dt_ctx *ctx = x->ctx;
-    p->loss = dt__new_named(ctx, DT_F64, DT_SCALAR, op);
-    p->lse = dt__new_named(ctx, dt__wide(x->dtype, 1), DT_SHAPE((int64_t)dt__row_count(x)), "lse");
-    p->logits = NULL;
-    p->z = d.z_loss ? dt__new_named(ctx, DT_F64, DT_SCALAR, "z loss") : NULL;
-    if (d.z_loss) *d.z_loss = p->z;
-    return p->loss && p->lse && (p->z || !d.z_loss);
-}
-
-static dt_tensor *dt__loss_end(const char *op, dt_tensor *x, dt_tensor *w, dt_tensor *labels,
-    dt__loss_outputs p, double denominator, dt_loss_desc desc, dt_backward_fn backward) {
-    dt__loss_saved *saved = (dt__loss_saved *)dt_record_saved(
-        p.loss, dt__make_record(op, x, labels, w, backward, sizeof *saved));
-    if (saved) {
-        saved->lse = p.lse;
-        saved->logits = p.logits;
-        saved->scale = 1.0 / denominator;
-        saved->desc = desc;
-    }
-    return x->ctx->status == DT_OK ? p.loss : NULL;
-}
-
-static dt_status dt__loss_kernel(
-    const char *op, const dt_tensor *x, const dt_tensor *labels, const dt_cross_entropy_args *a) {
-    dt_status status = DT__CALL(x->ctx, cross_entropy, a);
-    if (status == DT_ERR_ARG)
-        dt__index_error(op, x, "label", labels, INT32_MIN,
-            a->partial ? a->full_vocab : (int64_t)(a->vocab ? a->vocab : a->cols), "the vocabulary",
-            "entries");
-    return dt__kernel_done(x->ctx, op, x->name, "cross_entropy", status);
-}
-
-/* Returns the number of doubles of scratch memory that a vocabulary-parallel loss needs: this
-   rank's partial results, followed by the partial results of all ranks. Returns 0 if the vocabulary
-   is not sharded. */
-static size_t dt__loss_partial_count(dt_vocab_shard shard, size_t rows) {
-    return shard.count ? 2 * rows * (size_t)(shard.count + 1) : 0;
-}
-
-/* Vocabulary-parallel cross-entropy, the exchange. Gathers every rank's partial results,
-   {log-sum-exp, target} of each row, and merges them into the loss. `partial` holds this rank's
-   results, of shape (rows,2), followed by space for the results of all ranks, of shape
-   (shard.count,rows,2). */
-static dt_status dt__loss_merge(const char *op, dt_tensor *x, dt_tensor *labels,
-    const dt__loss_outputs *p, dt_vocab_shard shard, double denominator, double *partial) {
-    size_t rows = dt__row_count(x);
-    dt_status status = shard.gather(shard.user, partial, partial + 2 * rows, 2 * rows);
-    dt_cross_entropy_merge_args a = { .dtype = x->dtype,
-        .loss = (double *)p->loss->data,
-        .lse = p->lse->data,
-        .partials = partial + 2 * rows,
-        .labels = (const int32_t *)labels->data,
-        .n = (size_t)shard.count,
-        .rows = rows,
-        .denominator = denominator,
-        .z_loss = p->z ? (double *)p->z->data : NULL };
-    if (status != DT_OK)
-        return dt_fail(x->ctx, status, "%s(%s): merging %d parts", op, x->name, shard.count);
-    return DT__OP(op, x, cross_entropy_merge, &a);
-}
-
-static dt_status dt__cross_entropy_back(dt_node *n) {
-    const dt__loss_saved *saved = (const dt__loss_saved *)n->saved;
-    dt_tensor *logits = n->in[0], *labels = n->in[1];
-    dt_ctx *ctx = logits->ctx;
-    dt_cross_entropy_back_args a = { .dtype = logits->dtype,
-        .dlogits = NULL,
-        .logits = logits->data,
-        .lse = saved->lse->data,
-        .labels = (const int32_t *)labels->data,
-        .rows = dt__row_count(logits),
-        .cols = dt__last_dim(logits),
-        .vocab = (size_t)saved->desc.vocab,
-        .upstream = (const double *)n->out->grad,
-        .scale = saved->scale,
-        .smoothing = saved->desc.smoothing,
-        .z = saved->desc.z_weight,
-        .offset = saved->desc.shard.offset,
-        .full_vocab = saved->desc.shard.full_vocab };
-    a.dlogits = dt_grad_raw(n, 0, &a.accumulate);
-    a.work_bytes = dt_row_work((int64_t)a.cols, a.dtype);
-    a.work = dt_scratch(ctx, a.work_bytes);
-    return a.dlogits && a.work ? DT__KERNEL(ctx, n->name, cross_entropy_back, &a) : dt_error(ctx);
-}
-
-dt_tensor *dt_cross_entropy(dt_tensor *logits, dt_tensor *labels, double denominator) {
-    dt_loss_desc none;
-    memset(&none, 0, sizeof none);
-    return dt_cross_entropy_at(logits, labels, denominator, none);
-}
-
-dt_tensor *dt_cross_entropy_at(
-    dt_tensor *logits, dt_tensor *labels, double denominator, dt_loss_desc desc) {
-    const char *op = "dt_cross_entropy";
-    dt_ctx *ctx = logits && labels ? dt__float_op_context(op, logits, labels, NULL)
-                                   : dt__null_input(op, logits, labels, NULL);
-    dt__loss_outputs p;
-    if (!ctx) return NULL;
-    if (logits->shape.nd < 1 || labels->dtype != DT_I32 ||
-        (size_t)dt_count(labels->shape) != dt__row_count(logits))
-        return dt__mismatch(op, logits, labels, "logits (..,V) and one i32 label a row are needed");
-    if (!dt__loss_desc_ok(ctx, op, desc, (int64_t)dt__last_dim(logits), denominator)) return NULL;
-    if (!dt__loss_begin(op, logits, desc, &p)) return NULL;
-    size_t rows = dt__row_count(logits),
-           row_work = dt_row_work((int64_t)dt__last_dim(logits), logits->dtype);
-    size_t partial_count = dt__loss_partial_count(desc.shard, rows);
-    double *partial =
-               (double *)dt_scratch(ctx, (partial_count + rows + 8) * sizeof *partial + row_work),
-           *row_loss = partial + partial_count;
-    if (!partial) return NULL;
-    dt_cross_entropy_args a = { .dtype = logits->dtype,
-        .loss = (double *)p.loss->data,
-        .row_loss = row_loss,
-        .lse = p.lse->data,
-        .logits = logits->data,
-        .labels = (const int32_t *)labels->data,
-        .rows = rows,
-        .cols = dt__last_dim(logits),
-        .vocab = (size_t)desc.vocab,
-        .denominator = denominator,
-        .smoothing = desc.smoothing,
-        .z_loss = p.z ? (double *)p.z->data : NULL,
-        .work = row_loss + rows,
-        .work_bytes = row_work,
-        .partial = partial_count ? partial : NULL,
-        .offset = desc.shard.offset,
-        .full_vocab = desc.shard.full_vocab };
-    if (dt__loss_kernel(op, logits, labels, &a) != DT_OK) return NULL;
-    if (a.partial &&
-        dt__loss_merge(op, logits, labels, &p, desc.shard, denominator, partial) != DT_OK)
-        return NULL;
-    return dt__loss_end(op, logits, NULL, labels, p, denominator, desc, dt__cross_entropy_back);
-}
-
-/* Returns the number of rows of a chunk. dt_linear_cross_entropy does not hold all logits (rows,V)
-   in memory. The forward computes the logits of one chunk of rows after another and reduces each
-   chunk to the loss. The backward recomputes the logits of a chunk and overwrites them with their
-   gradient, dlogits.
+/* Cross-entropy in chunks of rows. dt_cross_entropy_at has one chunk, whose logits are its input.
+   dt_linear_cross_entropy holds the logits of one chunk at a time. The backward computes them again
+   and overwrites them with their gradient, dlogits:
 
        forward, each chunk of rows     logits = x w^T  ->  loss, lse
        backward, each chunk of rows    logits = x w^T  ->  dlogits  ->  dx, dw += dlogits^T x
 
-   A chunk has about 2^20 logits, or about max_saved_logits if the kernel table sets that field. It
-   has at least 64 and at most 4,096 rows, so that the matrix products are efficient. On one device
-   the number of rows of a chunk depends on V alone, so that the bits of w's gradient do not depend
-   on the number of rows of x. There is one exception. If the number of all logits is at most
-   max_saved_logits, the forward saves all logits, and w's gradient is one matrix product over all
-   rows. */
+   Returns the number of rows of such a chunk. A chunk has about 2^20 logits, or about
+   max_saved_logits if the kernel table sets that field. It has at least 64 and at most 4,096 rows,
+   so that the matrix products are efficient. On one device the number of rows of a chunk depends on
+   V alone, so that the bits of w's gradient do not depend on the number of rows of x. There is one
+   exception. If the number of all logits is at most max_saved_logits, the forward saves all logits,
+   and w's gradient is one matrix product over all rows. */
 static int64_t dt__loss_chunk_rows(const dt_ctx *ctx, int64_t vocab) {
     int64_t max_logits =
         ctx->kernels.max_saved_logits ? (int64_t)ctx->kernels.max_saved_logits : (int64_t)1 << 20;
@@ -6180,10 +6397,10 @@ static int dt__loss_keeps_logits(const dt_ctx *ctx, const dt_tensor *x, const dt
            (x->needs_grad || w->needs_grad);
 }
 
-/* Scratch memory for one chunk of `rows` rows. It holds, in this order: the logits, the partial
-   results of a vocabulary-parallel loss (for all rows of x), the loss of each row, the
-   cross-entropy kernel's scratch memory for one row (`row`), and the scratch memory of the matrix
-   products (`product`). */
+/* A chunk of `rows` rows and its scratch memory. That memory holds, in this order: the logits, the
+   partial results of a vocabulary-parallel loss for all rows of x (this rank's, then those of all
+   `shards` ranks), the loss of each row, the cross-entropy kernel's scratch memory for one row
+   (`row`), and the scratch memory of the matrix products (`product`). */
 typedef struct dt__loss_chunk {
     int64_t rows;
     char *logits;
@@ -6192,25 +6409,30 @@ typedef struct dt__loss_chunk {
     size_t row_bytes, product_bytes;
 } dt__loss_chunk;
 
-static int dt__loss_chunk_make(dt_ctx *ctx, const dt_tensor *x, const dt_tensor *w,
-    size_t partial_count, const dt_tensor *kept_logits, dt__loss_chunk *k) {
-    int64_t C = (int64_t)dt__last_dim(w), V = w->shape.d[0], all = (int64_t)dt__row_count(x);
+/* w is NULL for a loss whose logits are x. all_logits: the logits of all rows, or NULL. */
+static int dt__loss_chunk_make(
+    dt_tensor *x, const dt_tensor *w, const dt_tensor *all_logits, int shards, dt__loss_chunk *k) {
+    dt_ctx *ctx = x->ctx;
+    int64_t C = (int64_t)dt__last_dim(x), V = w ? w->shape.d[0] : C,
+            all = (int64_t)dt__row_count(x);
     int64_t rows =
-        kept_logits || all < dt__loss_chunk_rows(ctx, V) ? all : dt__loss_chunk_rows(ctx, V);
+        all_logits || all < dt__loss_chunk_rows(ctx, V) ? all : dt__loss_chunk_rows(ctx, V);
     size_t a = dt_matmul_work(V, C, x->dtype), b = dt_matmul_work(C, V, x->dtype);
     size_t c = dt_matmul_work(C, rows, x->dtype);
-    size_t logits = kept_logits ? 0 : ((size_t)(rows * V) * dt_dtype_size(x->dtype) + 63) / 64 * 64;
+    size_t logits = all_logits ? 0 : ((size_t)(rows * V) * dt_dtype_size(x->dtype) + 63) / 64 * 64;
+    size_t partials = shards ? 2 * (size_t)all * (size_t)(shards + 1) : 0;
     k->row_bytes = (dt_row_work(V, x->dtype) + 63) / 64 * 64;
-    k->product_bytes = dt__scratch_bytes(ctx, a > b ? a > c ? a : c : b > c ? b : c);
+    k->product_bytes = w ? dt__scratch_bytes(ctx, a > b ? a > c ? a : c : b > c ? b : c) : 0;
     k->rows = rows > 0 ? rows : 1;
-    k->logits = (char *)dt_scratch(ctx, logits + ((size_t)rows + partial_count) * sizeof(double) +
-                                            k->row_bytes + k->product_bytes + 64);
+    k->logits = (char *)dt_scratch(ctx,
+        logits + ((size_t)rows + partials) * sizeof(double) + k->row_bytes + k->product_bytes + 64);
+    if (!k->logits) return 0;
     k->partial = (double *)(k->logits + logits);
-    k->row_loss = k->partial + partial_count;
+    k->row_loss = k->partial + partials;
     k->row = k->row_loss + rows;
     k->product = (char *)k->row + k->row_bytes;
-    if (k->logits && kept_logits) k->logits = (char *)kept_logits->data;
-    return k->logits != NULL;
+    if (all_logits) k->logits = (char *)all_logits->data;
+    return 1;
 }
 
 /* Computes the logits of rows [r, r + rows) of x into k->logits. */
@@ -6231,125 +6453,177 @@ static dt_status dt__loss_logits(const char *op, const dt_tensor *x, const dt_te
     return DT__KERNEL(x->ctx, op, matmul, &a);
 }
 
-static dt_status dt__linear_cross_entropy_back(dt_node *n) {
+static dt_status dt__cross_entropy_back(dt_node *n) {
     dt__loss_saved *saved = (dt__loss_saved *)n->saved;
-    dt_tensor *x = n->in[0], *labels = n->in[1], *w = n->in[2], *kept_logits = saved->logits;
+    dt_tensor *x = n->in[0], *labels = n->in[1], *w = n->in[2];
     dt_ctx *ctx = x->ctx;
-    dt__loss_chunk k;
-    int64_t all = (int64_t)dt__row_count(x), C = (int64_t)dt__last_dim(w), V = w->shape.d[0];
+    int64_t all = (int64_t)dt__row_count(x), C = (int64_t)dt__last_dim(x),
+            V = w ? w->shape.d[0] : C;
     size_t size = dt_dtype_size(x->dtype);
-    dt_matmul_args dx = { .dtype = x->dtype, .n = C, .k = V },
-                   dw = { .dtype = x->dtype, .m = V, .n = C, .trans_a = 1 };
-    if (!dt__loss_chunk_make(ctx, x, w, 0, kept_logits, &k)) return dt_error(ctx);
-    if (dt_wants(n, 0) && !(dx.c = dt__grad_wide(n, 0, &dx.accumulate, &dx.wide)))
+    dt__loss_chunk k;
+    if (!dt__loss_chunk_make(x, w, saved->logits, 0, &k)) return dt_error(ctx);
+    dt_cross_entropy_back_args a = { .dtype = x->dtype,
+        .dlogits = k.logits,
+        .logits = k.logits,
+        .cols = (size_t)V,
+        .vocab = (size_t)saved->desc.vocab,
+        .upstream = (const double *)n->out->grad,
+        .scale = saved->scale,
+        .smoothing = saved->desc.smoothing,
+        .z = saved->desc.z_weight,
+        .work = k.row,
+        .work_bytes = k.row_bytes,
+        .offset = saved->desc.shard.offset,
+        .full_vocab = saved->desc.shard.full_vocab };
+    dt_matmul_args dx = { .dtype = x->dtype, .a = k.logits, .n = C, .k = V },
+                   dw = { .dtype = x->dtype, .a = k.logits, .m = V, .n = C, .trans_a = 1 };
+    if (!w && !(a.dlogits = dt_grad_raw(n, 0, &a.accumulate))) return dt_error(ctx);
+    if (w && dt_wants(n, 0) && !(dx.c = dt__grad_wide(n, 0, &dx.accumulate, &dx.wide)))
         return dt_error(ctx);
-    if (dt_wants(n, 2) && !(dw.c = dt__grad_wide(n, 2, &dw.accumulate, &dw.wide)))
+    if (w && dt_wants(n, 2) && !(dw.c = dt__grad_wide(n, 2, &dw.accumulate, &dw.wide)))
         return dt_error(ctx);
+    dx.work = dw.work = k.product;
+    dx.work_bytes = dw.work_bytes = k.product_bytes;
     /* the loop runs once even if x has no rows, to write zero gradients */
     for (int64_t r = 0; r < all || r == 0; r += k.rows) {
         int64_t rows = all - r < k.rows ? all - r : k.rows;
-        if (rows > 0 && !kept_logits && dt__loss_logits(n->name, x, w, &k, r, rows) != DT_OK)
+        if (rows > 0 && !saved->logits && dt__loss_logits(n->name, x, w, &k, r, rows) != DT_OK)
             return dt_error(ctx);
-        dt_cross_entropy_back_args a = { .dtype = x->dtype,
-            .dlogits = k.logits,
-            .logits = k.logits,
-            .lse = (char *)saved->lse->data + (size_t)r * dt_dtype_size(saved->lse->dtype),
-            .labels = (const int32_t *)labels->data + r,
-            .rows = (size_t)rows,
-            .cols = (size_t)V,
-            .vocab = (size_t)saved->desc.vocab,
-            .upstream = (const double *)n->out->grad,
-            .scale = saved->scale,
-            .smoothing = saved->desc.smoothing,
-            .z = saved->desc.z_weight,
-            .work = k.row,
-            .work_bytes = k.row_bytes,
-            .offset = saved->desc.shard.offset,
-            .full_vocab = saved->desc.shard.full_vocab };
+        a.lse = (char *)saved->lse->data + (size_t)r * dt_dtype_size(saved->lse->dtype);
+        a.labels = (const int32_t *)labels->data + r;
+        a.rows = (size_t)rows;
         if (!saved->logits_are_grad && DT__KERNEL(ctx, n->name, cross_entropy_back, &a) != DT_OK)
             return dt_error(ctx);
+        if (!w) continue;
         /* saved logits are overwritten once: the other half of a split backward reads dlogits */
-        saved->logits_are_grad = kept_logits != NULL;
+        saved->logits_are_grad = saved->logits != NULL;
         dt_matmul_args p = dx;
-        p.m = rows;
-        p.a = k.logits;
+        p.m = dw.k = rows;
         p.b = w->data;
         p.c = (char *)dx.c + (size_t)(r * C) * (dx.wide ? sizeof(float) : size);
-        p.work = dw.work = k.product;
-        p.work_bytes = dw.work_bytes = k.product_bytes;
-        if (dx.c && DT__KERNEL(ctx, n->name, matmul, &p) != DT_OK) return dt_error(ctx);
-        dw.k = rows;
-        dw.a = k.logits;
         dw.b = (char *)x->data + (size_t)(r * C) * size;
+        if (dx.c && DT__KERNEL(ctx, n->name, matmul, &p) != DT_OK) return dt_error(ctx);
         if (dw.c && DT__KERNEL(ctx, n->name, matmul, &dw) != DT_OK) return dt_error(ctx);
         dw.accumulate = 1;
     }
     return DT_OK;
 }
 
+/* Vocabulary-parallel cross-entropy, the exchange. Gathers every rank's partial results,
+   {log-sum-exp, target} of each row, and merges them into the loss. a->partial holds this rank's
+   results, of shape (rows,2), followed by space for the results of all ranks, of shape
+   (shard.count,rows,2). */
+static dt_status dt__loss_merge(
+    const char *op, dt_tensor *x, const dt_cross_entropy_args *a, dt_vocab_shard shard) {
+    dt_cross_entropy_merge_args m = { .dtype = a->dtype,
+        .loss = a->loss,
+        .lse = a->lse,
+        .partials = a->partial + 2 * a->rows,
+        .labels = a->labels,
+        .n = (size_t)shard.count,
+        .rows = a->rows,
+        .denominator = a->denominator,
+        .z_loss = a->z_loss };
+    dt_status status = shard.gather(shard.user, a->partial, a->partial + 2 * a->rows, 2 * a->rows);
+    if (status != DT_OK)
+        return dt_fail(x->ctx, status, "%s(%s): merging %d parts", op, x->name, shard.count);
+    return DT__OP(op, x, cross_entropy_merge, &m);
+}
+
+/* Cross-entropy of the logits x w^T, or of the logits x if w is NULL. */
+static dt_tensor *dt__cross_entropy(const char *op, dt_tensor *x, dt_tensor *w, dt_tensor *labels,
+    double denominator, dt_loss_desc desc) {
+    dt_ctx *ctx = x->ctx;
+    int64_t all = (int64_t)dt__row_count(x), V = w ? w->shape.d[0] : (int64_t)dt__last_dim(x);
+    dt__loss_chunk k;
+    if (labels->dtype != DT_I32 || dt_count(labels->shape) != all)
+        return dt__mismatch(op, x, labels, "one i32 label a row is needed");
+    if (!dt__loss_desc_ok(ctx, op, desc, V, denominator)) return NULL;
+    if (!desc.shard.count) { /* the vocabulary is one shard */
+        desc.shard.offset = 0;
+        desc.shard.full_vocab = desc.vocab = desc.vocab ? desc.vocab : V;
+    }
+    dt_tensor *loss = dt__new_named(ctx, DT_F64, DT_SCALAR, op), *z = NULL, *logits = w ? NULL : x;
+    dt_tensor *lse = dt__new_named(ctx, dt__wide(x->dtype, 1), DT_SHAPE(all), "lse");
+    if (desc.z_loss) *desc.z_loss = z = dt__new_named(ctx, DT_F64, DT_SCALAR, "z loss");
+    if (w && dt__loss_keeps_logits(ctx, x, w))
+        logits = dt__new_named(ctx, x->dtype, DT_SHAPE(all, V), "logits");
+    if (ctx->status != DT_OK || !dt__loss_chunk_make(x, w, logits, desc.shard.count, &k))
+        return NULL;
+    dt_cross_entropy_args a = { .dtype = x->dtype,
+        .loss = (double *)loss->data,
+        .row_loss = k.row_loss,
+        .lse = lse->data,
+        .logits = k.logits,
+        .labels = (const int32_t *)labels->data,
+        .rows = (size_t)all,
+        .cols = (size_t)V,
+        .vocab = (size_t)desc.vocab,
+        .denominator = denominator,
+        .smoothing = desc.smoothing,
+        .z_loss = z ? (double *)z->data : NULL,
+        .work = k.row,
+        .work_bytes = k.row_bytes,
+        .partial = desc.shard.count ? k.partial : NULL,
+        .offset = desc.shard.offset,
+        .full_vocab = desc.shard.full_vocab };
+    for (int64_t r = 0; r < all || r == 0; r += k.rows) {
+        int64_t rows = all - r < k.rows ? all - r : k.rows;
+        if (w && rows > 0 && dt__loss_logits(op, x, w, &k, r, rows) != DT_OK) return NULL;
+        dt_cross_entropy_args chunk = a;
+        chunk.lse = (char *)a.lse + (size_t)r * dt_dtype_size(lse->dtype);
+        chunk.labels = a.labels + r;
+        chunk.rows = (size_t)rows;
+        chunk.accumulate = r > 0;
+        if (a.partial) chunk.partial = a.partial + 2 * r;
+        dt_status status = DT__CALL(ctx, cross_entropy, &chunk);
+        if (status == DT_ERR_ARG)
+            dt__index_error(
+                op, x, "label", labels, INT32_MIN, a.full_vocab, "the vocabulary", "entries");
+        if (dt__kernel_done(ctx, op, x->name, "cross_entropy", status) != DT_OK) return NULL;
+    }
+    if (a.partial && dt__loss_merge(op, x, &a, desc.shard) != DT_OK) return NULL;
+    dt__loss_saved saved = { lse, logits, 0, 1.0 / denominator, desc };
+    return dt__record_with(
+        loss, dt__make_record(op, x, labels, w, dt__cross_entropy_back, sizeof saved), &saved);
+}
+
+dt_tensor *dt_cross_entropy(dt_tensor *logits, dt_tensor *labels, double denominator) {
+    dt_loss_desc none;
+    memset(&none, 0, sizeof none);
+    return dt_cross_entropy_at(logits, labels, denominator, none);
+}
+
+dt_tensor *dt_cross_entropy_at(
+    dt_tensor *logits, dt_tensor *labels, double denominator, dt_loss_desc desc) {
+    const char *op = "dt_cross_entropy";
+    dt_ctx *ctx = dt__float_op_context(op, 2, logits, labels, NULL);
+    if (!ctx) return NULL;
+    if (logits->shape.nd < 1) return dt__shape_error(op, logits, "logits (..,V) are needed");
+    return dt__cross_entropy(op, logits, NULL, labels, denominator, desc);
+}
+
 dt_tensor *dt_linear_cross_entropy(
     dt_tensor *x, dt_tensor *w, dt_tensor *labels, double denominator, dt_loss_desc desc) {
     const char *op = "dt_linear_cross_entropy";
-    dt_ctx *ctx = x && w && labels ? dt__float_op_context(op, x, w, labels)
-                                   : dt__null_input(op, x, w, labels);
-    dt__loss_outputs p;
-    dt__loss_chunk k;
+    dt_ctx *ctx = dt__float_op_context(op, 3, x, w, labels);
     if (!ctx) return NULL;
     if (w->shape.nd != 2 || x->shape.nd < 1 || dt__last_dim(x) != dt__last_dim(w) ||
         x->dtype != w->dtype)
         return dt__mismatch(op, x, w, "x (..,C) and w (V,C) of one type are needed");
-    if (labels->dtype != DT_I32 || (size_t)dt_count(labels->shape) != dt__row_count(x))
-        return dt__mismatch(op, x, labels, "one i32 label a row is needed");
-    if (!dt__loss_desc_ok(ctx, op, desc, w->shape.d[0], denominator) ||
-        !dt__loss_begin(op, x, desc, &p))
-        return NULL;
-    size_t partial_count = dt__loss_partial_count(desc.shard, dt__row_count(x));
-    int64_t all = (int64_t)dt__row_count(x), V = w->shape.d[0];
-    int keeps = dt__loss_keeps_logits(ctx, x, w);
-    if (keeps && !(p.logits = dt__new_named(ctx, x->dtype, DT_SHAPE(all, V), "logits")))
-        return NULL;
-    if (!dt__loss_chunk_make(ctx, x, w, partial_count, p.logits, &k)) return NULL;
-    for (int64_t r = 0; r < all || r == 0; r += k.rows) {
-        int64_t rows = all - r < k.rows ? all - r : k.rows;
-        if (rows > 0 && dt__loss_logits(op, x, w, &k, r, rows) != DT_OK) return NULL;
-        dt_cross_entropy_args a = { .dtype = x->dtype,
-            .loss = (double *)p.loss->data,
-            .row_loss = k.row_loss,
-            .lse = (char *)p.lse->data + (size_t)r * dt_dtype_size(p.lse->dtype),
-            .logits = k.logits,
-            .labels = (const int32_t *)labels->data + r,
-            .rows = (size_t)rows,
-            .cols = (size_t)w->shape.d[0],
-            .vocab = (size_t)desc.vocab,
-            .denominator = denominator,
-            .smoothing = desc.smoothing,
-            .z_loss = p.z ? (double *)p.z->data : NULL,
-            .accumulate = r > 0,
-            .work = k.row,
-            .work_bytes = k.row_bytes,
-            .partial = partial_count ? k.partial + 2 * r : NULL,
-            .offset = desc.shard.offset,
-            .full_vocab = desc.shard.full_vocab };
-        if (dt__loss_kernel(op, x, labels, &a) != DT_OK) return NULL;
-    }
-    if (partial_count &&
-        dt__loss_merge(op, x, labels, &p, desc.shard, denominator, k.partial) != DT_OK)
-        return NULL;
-    return dt__loss_end(op, x, w, labels, p, denominator, desc, dt__linear_cross_entropy_back);
+    return dt__cross_entropy(op, x, w, labels, denominator, desc);
 }
 
 static dt_status dt__mse_back(dt_node *n) {
-    const dt__loss_saved *saved = (const dt__loss_saved *)n->saved;
     for (int i = 0; i < 2; i++) { /* if i is 1, computes db: the formula of da with a, b swapped */
         if (!dt_wants(n, i)) continue;
         dt_tensor *a = n->in[i], *b = n->in[1 - i];
         dt_mse_back_args args = { .dtype = a->dtype,
-            .da = NULL,
             .a = a->data,
             .b = b->data,
             .count = (size_t)dt_count(a->shape),
             .upstream = (const double *)n->out->grad,
-            .scale = saved->scale };
+            .scale = *(const double *)n->saved };
         args.da = dt_grad_raw(n, i, &args.accumulate);
         if (!args.da || DT__KERNEL(a->ctx, n->name, mse_back, &args) != DT_OK)
             return dt_error(a->ctx);
@@ -6358,8 +6632,7 @@ static dt_status dt__mse_back(dt_node *n) {
 }
 
 dt_tensor *dt_mse(dt_tensor *a, dt_tensor *b, double denominator) {
-    dt_ctx *ctx =
-        a && b ? dt__float_op_context("dt_mse", a, b, NULL) : dt__null_input("dt_mse", a, b, NULL);
+    dt_ctx *ctx = dt__float_op_context("dt_mse", 2, a, b, NULL);
     if (!ctx || !dt__denominator(ctx, "dt_mse", denominator)) return NULL;
     if (!dt__same_shape(a->shape, b->shape) || a->dtype != b->dtype)
         return dt__mismatch("dt_mse", a, b, "shapes and types must be equal");
@@ -6372,44 +6645,36 @@ dt_tensor *dt_mse(dt_tensor *a, dt_tensor *b, double denominator) {
         .count = (size_t)dt_count(a->shape),
         .denominator = denominator };
     if (DT__KERNEL(ctx, "dt_mse", mse, &args) != DT_OK) return NULL;
-    dt_record_desc d = dt__make_record("dt_mse", a, b, NULL, dt__mse_back, sizeof(dt__loss_saved));
-    dt__loss_saved *saved = (dt__loss_saved *)dt_record_saved(loss, d);
-    if (saved) saved->scale = 2.0 / denominator;
-    return ctx->status == DT_OK ? loss : NULL;
+    double scale = 2.0 / denominator;
+    return dt__record_with(
+        loss, dt__make_record("dt_mse", a, b, NULL, dt__mse_back, sizeof scale), &scale);
 }
 
 static dt_status dt__side_loss_back(dt_node *n) {
     dt_tensor *s = n->in[0];
-    const dt__loss_saved *saved = (const dt__loss_saved *)n->saved;
-    int accumulate = 0;
-    void *ds = dt_grad_raw(n, 0, &accumulate);
-    if (!ds) return dt_error(s->ctx);
     void *weight = dt_scratch(s->ctx, sizeof(double)); /* holds one element of any type */
-    if (!weight ||
-        dt__fill(s->ctx, s->dtype, weight, 1, saved->scale * s->ctx->loss_scale) != DT_OK)
-        return dt_error(s->ctx);
-    return dt__accumulate(s->ctx, s->dtype, ds, weight, 1, accumulate);
+    double scale = *(const double *)n->saved * s->ctx->loss_scale;
+    if (!weight || dt__fill(s->ctx, s->dtype, weight, 1, scale) != DT_OK) return dt_error(s->ctx);
+    return dt__add_grad(n, 0, weight);
 }
 
 dt_tensor *dt_loss(dt_tensor *x, dt_tensor *scalar, double weight) {
-    dt_ctx *ctx = x && scalar ? dt__op_context("dt_loss", x, scalar, NULL)
-                              : dt__null_input("dt_loss", x, scalar, NULL);
+    dt_ctx *ctx = dt__op_context("dt_loss", 2, x, scalar, NULL);
     if (!ctx) return NULL;
     if (dt_count(scalar->shape) != 1 || scalar->dtype == DT_I32)
         return dt__mismatch("dt_loss", x, scalar, "a side loss is a scalar");
     dt_record_desc d =
-        dt__make_record("dt_loss", scalar, NULL, NULL, dt__side_loss_back, sizeof(dt__loss_saved));
+        dt__make_record("dt_loss", scalar, NULL, NULL, dt__side_loss_back, sizeof weight);
     dt_node *node = dt__record(NULL, ctx, &d);
-    if (node) ((dt__loss_saved *)node->saved)->scale = weight;
+    if (node) *(double *)node->saved = weight;
     return ctx->status == DT_OK ? x : NULL;
 }
 
-// ==== 21. JSON ==================================================================================
+// ==== 22. JSON ==================================================================================
 
 /* A recursive-descent parser (RFC 8259) that reads the text twice. The first pass validates the
-   text and counts nodes and string bytes. Then one allocation of the counted size is made, and the
-   second pass fills it. The nodes are in the order of the text, so a container precedes its
-   children:
+   text and counts nodes and string bytes; the second pass fills one allocation of the counted size.
+   The nodes are in the order of the text, so a container precedes its children:
 
        {"a": [1, 2], "b": true}    node  0 object   1 array a   2 number   3 number   4 bool b
                                    next  5          4           3          4          5
@@ -6440,9 +6705,7 @@ typedef struct dt__json_node {
 struct dt_json {
     dt_ctx *ctx;
     const char *name, *text;
-    /* `bytes` is the length of the text. `memory` is the size in bytes of this struct together with
-       the arrays that lie behind it */
-    size_t bytes, memory;
+    size_t bytes, memory; /* of the text; of this struct with the arrays that lie behind it */
     uint32_t nodes;
     dt__json_node *node; /* `nodes` elements; a node precedes its descendants */
     /* `nodes` elements: the indices of all nodes. The children of a container are consecutive; the
@@ -6460,8 +6723,7 @@ typedef struct dt__json_parser {
     int depth;
 } dt__json_parser;
 
-/* Returns a printable form of `name`, truncated to 80 bytes, for an error text. The name was read
-   from a file, so it may contain any bytes. */
+/* Returns a printable form of a name from a file, truncated to 80 bytes, for an error text. */
 static dt__text dt__printable_name(const char *name) {
     enum { LONGEST = 96 }; /* bytes of the printable form */
     dt__text t = dt__format(strlen(name) > 80 ? "%.80s.." : "%s", name);
@@ -6520,12 +6782,8 @@ static size_t dt__utf8_first_invalid(const char *text, size_t n) {
     const unsigned char *s = (const unsigned char *)text;
     for (size_t i = 0; i < n;) {
         unsigned c = s[i], more = c < 0x80 ? 0 : c < 0xe0 ? 1 : c < 0xf0 ? 2 : 3;
-        unsigned min = c == 0xe0   ? 0xa0
-                       : c == 0xf0 ? 0x90
-                                   : 0x80,
-                 max = c == 0xed   ? 0x9f
-                       : c == 0xf4 ? 0x8f
-                                   : 0xbf;
+        unsigned min = c == 0xe0 ? 0xa0 : c == 0xf0 ? 0x90 : 0x80;
+        unsigned max = c == 0xed ? 0x9f : c == 0xf4 ? 0x8f : 0xbf;
         if (more && (c < 0xc2 || c > 0xf4 || more >= n - i || s[i + 1] < min || s[i + 1] > max))
             return i;
         for (unsigned k = 2; k <= more; k++)
@@ -6535,11 +6793,11 @@ static size_t dt__utf8_first_invalid(const char *text, size_t n) {
     return n;
 }
 
-/* An unsigned big integer of n digits in base 2^32, lowest digit first. `w` has enough digits for
-   every number that the parser accepts. */
+/* An unsigned big integer of n digits in base 2^32, lowest digit first, without leading zeros. `w`
+   has enough digits for every number that the parser accepts. */
 typedef struct dt__big {
     int n;
-    uint32_t w[96];
+    uint32_t w[192];
 } dt__big;
 
 static void dt__big_mul(dt__big *b, uint32_t by, uint32_t add) {
@@ -6552,72 +6810,57 @@ static void dt__big_mul(dt__big *b, uint32_t by, uint32_t add) {
     if (carry) b->w[b->n++] = (uint32_t)carry;
 }
 
-static void dt__big_shift(dt__big *b, int bits) {
-    for (; bits > 0; bits -= 31) dt__big_mul(b, (uint32_t)1 << (bits < 31 ? bits : 31), 0);
-}
-
-static void dt__big_mul_pow5(dt__big *b, int power) {
-    for (; power >= 13; power -= 13) dt__big_mul(b, 1220703125, 0);
-    for (; power > 0; power--) dt__big_mul(b, 5, 0);
-}
-
-static int dt__big_bits(const dt__big *b) { return 32 * b->n - __builtin_clz(b->w[b->n - 1]); }
-
-/* If a >= b, subtracts b from a and returns 1. Otherwise returns 0. */
-static int dt__big_subtract(dt__big *a, const dt__big *b) {
-    int i = a->n - 1;
-    if (a->n != b->n) {
-        if (a->n < b->n) return 0;
-    } else {
-        while (i > 0 && a->w[i] == b->w[i]) i--;
-        if (a->w[i] < b->w[i]) return 0;
+/* Divides by `by` and returns the remainder. */
+static uint32_t dt__big_div(dt__big *b, uint32_t by) {
+    uint64_t rest = 0;
+    for (int i = b->n - 1; i >= 0; i--) {
+        rest = rest << 32 | b->w[i];
+        b->w[i] = (uint32_t)(rest / by);
+        rest %= by;
     }
-    int64_t borrow = 0;
-    for (i = 0; i < a->n; i++) {
-        borrow += (int64_t)a->w[i] - (i < b->n ? b->w[i] : 0);
-        a->w[i] = (uint32_t)borrow;
-        borrow >>= 32;
-    }
-    while (a->n > 0 && a->w[a->n - 1] == 0) a->n--;
-    return 1;
+    while (b->n > 0 && b->w[b->n - 1] == 0) b->n--;
+    return (uint32_t)rest;
 }
 
 /* Stores in *out the double that is nearest to digits * 10^exponent; ties go to the even double.
    Returns 1, or 0 if that double is infinite or 0. The digits are those among the n characters of
    s; other characters, such as the decimal point, are skipped. This function replaces libc's
-   strtod, which depends on the locale. The algorithm is a long division of big integers. The
-   rounding always depends only on 64 bits of the quotient and on whether the remainder is 0. */
+   strtod, which depends on the locale. It computes digits * 2^shift * 5^exponent in big integers:
+   the rounding depends only on the highest 64 bits and on whether anything lies below them. */
 static int dt__decimal_to_double(const char *s, size_t n, int64_t exponent, double *out) {
-    dt__big a = { 0, { 0 } }, b = { 1, { 1 } };
-    int64_t digits = 0;
+    dt__big a = { 0, { 0 } };
+    int64_t digits = 0, left = exponent < 0 ? -exponent : exponent;
+    uint32_t below = 0; /* not 0 if a division left a remainder */
     for (size_t i = 0; i < n; i++)
         if (s[i] >= '0' && s[i] <= '9' && (digits || s[i] != '0')) {
             dt__big_mul(&a, 10, (uint32_t)(s[i] - '0'));
             digits++;
         }
     if (digits + exponent > 310 || digits + exponent < -330) return 0;
-    dt__big_mul_pow5(exponent > 0 ? &a : &b, (int)(exponent > 0 ? exponent : -exponent));
-    int top = dt__big_bits(&a) - dt__big_bits(&b); /* a / b is in (2^(top-1), 2^(top+1)) */
-    dt__big_shift(top > 0 ? &b : &a, top > 0 ? top : -top);
-    uint64_t q = (uint64_t)dt__big_subtract(&a, &b);
-    if (!q) {
-        top--;
-        dt__big_mul(&a, 2, 0);
-        q = (uint64_t)dt__big_subtract(&a, &b);
+    /* 3 words, and one for each division by 5^13, so that 64 bits are left after the divisions */
+    int words = 3 + (exponent < 0 ? (int)(left / 13) : 0);
+    memmove(a.w + words, a.w, (size_t)a.n * sizeof *a.w);
+    memset(a.w, 0, (size_t)words * sizeof *a.w);
+    a.n += words;
+    while (left > 0) {
+        uint32_t by = left < 13 ? 5 : 1220703125; /* 5 or 5^13 */
+        left -= left < 13 ? 1 : 13;
+        if (exponent < 0)
+            below |= dt__big_div(&a, by);
+        else
+            dt__big_mul(&a, by, 0);
     }
-    for (int i = 0; i < 63; i++) {
-        dt__big_mul(&a, 2, 0);
-        q = q << 1 | (uint64_t)dt__big_subtract(&a, &b);
-    }
-    /* 10^exponent = 5^exponent * 2^exponent, and a / b contains only 5^exponent. Adding `exponent`
-       supplies the other factor: top is then the exponent of q's highest bit. */
-    top += (int)exponent;
+    int zeros = __builtin_clz(a.w[a.n - 1]);
+    uint64_t q = (uint64_t)a.w[a.n - 1] << 32 | a.w[a.n - 2], half = (uint64_t)1 << 63;
+    q = q << zeros | (uint64_t)a.w[a.n - 3] << zeros >> 32;
+    below |= a.w[a.n - 3] << zeros;
+    for (int i = 0; i < a.n - 3; i++) below |= a.w[i];
+    int top = 32 * (a.n - words) - 1 - zeros + (int)exponent; /* the exponent of q's highest bit */
     /* number of low bits of q that are rounded away; greater for a denormal */
     int drop = top < -1022 ? 11 - 1022 - top : 11;
     if (drop > 64) return 0;
-    uint64_t mantissa = drop < 64 ? q >> drop : 0, remainder = drop < 64 ? q << (64 - drop) : q,
-             half = (uint64_t)1 << 63;
-    mantissa += remainder > half || (remainder == half && (a.n > 0 || (mantissa & 1)));
+    uint64_t mantissa = drop < 64 ? q >> drop : 0, remainder = drop < 64 ? q << (64 - drop) : q;
+    mantissa += remainder > half || (remainder == half && (below || (mantissa & 1)));
     *out = ldexp((double)mantissa, top - 63 + drop);
     return mantissa > 0 && isfinite(*out);
 }
@@ -6694,9 +6937,8 @@ static int dt__json_parse_hex(dt__json_parser *in, uint32_t *out) {
     return 1;
 }
 
-/* Decodes the escape after a backslash and stores its UTF-8 bytes in `out`. An escape from \udc80
-   to \udcff becomes one raw byte, as in Python's surrogateescape. Returns the number of bytes
-   stored, or 0 on an error. */
+/* Decodes the escape after a backslash to `out`. An escape from \udc80 to \udcff becomes one raw
+   byte, as in Python's surrogateescape. Returns the number of bytes stored, or 0 on an error. */
 static int dt__json_parse_escape(dt__json_parser *in, char out[4]) {
     static const char from[] = "\"\\/bfnrt", to[] = "\"\\/\b\f\n\r\t";
     size_t begin = in->at - 1;
@@ -6726,8 +6968,8 @@ static int dt__json_parse_escape(dt__json_parser *in, char out[4]) {
     return n;
 }
 
-/* Parses a string, whose opening quote is the next byte, and appends it to `chars`. The first pass
-   only counts the bytes. *offset receives the string's offset in `chars`. */
+/* Appends a string, whose opening quote is the next byte, to `chars`; *offset receives its offset
+   there. */
 static int dt__json_parse_string(dt__json_parser *in, uint32_t *offset) {
     const dt_json *d = in->doc;
     size_t begin = in->at++;
@@ -6767,8 +7009,8 @@ static int dt__json_literal(dt__json_parser *in, const char *word) {
     return 1;
 }
 
-/* Lists the children of a container in `order`, after all descendants of the container are parsed.
-   Sorts the members of an object by key, for dt_json_find and to find duplicate keys. */
+/* Lists the children of a container, which has been parsed, in `order`. Sorts the members of an
+   object by key, for dt_json_find and to find duplicate keys. */
 static int dt__json_index_children(dt__json_parser *in, uint32_t self, dt__json_node *node) {
     dt_json *d = in->doc;
     if (!d->node) return 1;
@@ -6855,24 +7097,17 @@ static int dt__json_document(dt_json *d, dt__json_parser *in) {
 }
 
 dt_json *dt_json_parse(dt_ctx *ctx, const char *name, const char *text, size_t bytes) {
-    dt_json counted, *d;
-    dt__json_parser in;
     if (dt_error(ctx) != DT_OK) return NULL;
-    if (!name) name = "JSON";
-    if (!text && bytes) {
+    dt_json counted = { .ctx = ctx, .name = name ? name : "JSON", .text = text, .bytes = bytes },
+            *d;
+    dt__json_parser in;
+    name = counted.name;
+    if (!text && bytes)
         dt_fail(
             ctx, DT_ERR_ARG, "dt_json_parse(%s): %zu bytes of text, which is NULL", name, bytes);
-        return NULL;
-    }
-    memset(&counted, 0, sizeof counted);
-    counted.ctx = ctx;
-    counted.name = name;
-    counted.text = text;
-    counted.bytes = bytes;
-    if (bytes > DT__JSON_BYTES) {
+    else if (bytes > DT__JSON_BYTES)
         dt_fail(ctx, DT_ERR_IO, "%s: %zu bytes of JSON, at most %d", name, bytes, DT__JSON_BYTES);
-        return NULL;
-    }
+    if (dt_error(ctx) != DT_OK) return NULL;
     size_t bad = dt__utf8_first_invalid(text, bytes);
     if (bad < bytes) dt__json_error(&counted, bad, "this is not UTF-8");
     if (bad < bytes || !dt__json_document(&counted, &in)) return NULL;
@@ -6915,8 +7150,8 @@ int dt_json_count(const dt_json *d, int node) {
 }
 
 int dt_json_at(const dt_json *d, int node, int i) {
-    return i >= 0 && i < dt_json_count(d, node) ? (int)d->order[d->node[node].u.first + (uint32_t)i]
-                                                : -1;
+    if (i < 0 || i >= dt_json_count(d, node)) return -1;
+    return (int)d->order[d->node[node].u.first + (uint32_t)i];
 }
 
 const char *dt_json_key(const dt_json *d, int node, size_t *bytes) {
@@ -6993,9 +7228,7 @@ static void dt__json_write(dt_json_out *o, const char *s, size_t n) {
 
 static void dt__json_quote(dt_json_out *o, const char *s) {
     static const char from[] = "\"\\\b\f\n\r\t", to[] = "\"\\bfnrt";
-    const char *end = s + strlen(s);
-    const char *bad =
-        s + dt__utf8_first_invalid(s, strlen(s)); /* the next byte that is not valid UTF-8 */
+    const char *end = s + strlen(s), *bad = s + dt__utf8_first_invalid(s, strlen(s));
     dt__json_write(o, "\"", 1);
     for (; *s; s++) {
         char code[8] = { '\\', 0 };
@@ -7015,8 +7248,7 @@ static void dt__json_quote(dt_json_out *o, const char *s) {
     dt__json_write(o, "\"", 1);
 }
 
-/* Writes what precedes a value: a comma, unless the value is the first in its container, and then
-   the key, unless `key` is NULL. */
+/* Writes what precedes a value: a comma, unless it is the first in its container, and the key. */
 static void dt__json_separator(dt_json_out *o, const char *key) {
     char last = o && o->used ? o->text[o->used - 1] : '{';
     if (last != '{' && last != '[') dt__json_write(o, ",", 1);
@@ -7040,9 +7272,8 @@ void dt_json_put_string(dt_json_out *o, const char *key, const char *value) {
         dt__json_write(o, "null", 4);
 }
 
-/* Writes 15, 16 or 17 significant digits, the fewest that parse back to the same value. The decimal
-   point of snprintf depends on the locale and may have several bytes, so this function replaces the
-   decimal point by '.'. */
+/* Writes 15, 16 or 17 significant digits, the fewest that parse back to the same value, with '.'
+   instead of the locale's decimal point, which may have several bytes. */
 void dt_json_put_number(dt_json_out *o, const char *key, double value) {
     char raw[48], text[48] = "0";
     double parsed = 0;
@@ -7051,7 +7282,9 @@ void dt_json_put_number(dt_json_out *o, const char *key, double value) {
     if (!o) return;
     if (!isfinite(value)) dt_fail(o->ctx, DT_ERR_ARG, "JSON: %g is no number there", value);
     memset(&d, 0, sizeof d);
+    memset(&in, 0, sizeof in);
     d.text = text;
+    in.doc = &d;
     for (int digits = 15;
          digits <= 17 && dt_error(o->ctx) == DT_OK && value != 0 && parsed != value; digits++) {
         size_t n = 0;
@@ -7063,8 +7296,7 @@ void dt_json_put_number(dt_json_out *o, const char *key, double value) {
         text[n] = 0;
         if (fabs(value) > 9007199254740992.0 && !strpbrk(text, ".e"))
             memcpy(text + n, ".0", 3), n += 2;
-        memset(&in, 0, sizeof in);
-        in.doc = &d;
+        in.at = 0;
         d.bytes = n;
         dt__json_parse_number(&in, &parsed);
     }
@@ -7090,7 +7322,7 @@ void dt_json_out_free(dt_json_out *o) {
     o->used = o->capacity = 0;
 }
 
-// ==== 22. Reading and writing files =============================================================
+// ==== 23. Reading and writing files =============================================================
 
 static char *dt__concat_text(dt_ctx *ctx, const char *a, size_t a_bytes, const char *b) {
     char *s = (char *)dt_alloc(ctx, DT_MEM_HOST, a_bytes + strlen(b) + 1, "a path");
@@ -7100,9 +7332,8 @@ static char *dt__concat_text(dt_ctx *ctx, const char *a, size_t a_bytes, const c
     return s;
 }
 
-/* Returns the temporary name: path.tmp on rank 0 and path.<rank>.tmp on other ranks. So ranks that
-   write the same path do not overwrite each other's temporary file. The last rank that renames its
-   temporary file to `path` replaces the files of the other ranks. */
+/* Returns the temporary name: path.tmp on rank 0 and path.<rank>.tmp on other ranks, so that ranks
+   that write the same path do not overwrite each other's temporary file. The last rename wins. */
 static char *dt__temp_name(dt_ctx *ctx, const char *path) {
     char end[32];
     snprintf(end, sizeof end, ".%d.tmp", ctx->rank);
@@ -7113,10 +7344,10 @@ static void dt__string_free(dt_ctx *ctx, char *s) {
     if (s) dt_free(ctx, DT_MEM_HOST, s, strlen(s) + 1);
 }
 
-/* Returns a description of `reason`, the errno that the io table has set. */
+/* Returns a description of errno, which the io table has set. */
 enum { DT__SHORTER = -1 }; /* not an errno: a read has reached the end of the file */
-static const char *dt__io_error_text(int reason) {
-    switch (reason) {
+static const char *dt__io_reason(void) {
+    switch (errno) {
     case 0: return "the io table refused";
     case DT__SHORTER: return "the file has become shorter";
     case ESPIPE: return "it is a FIFO, not a regular file";
@@ -7125,17 +7356,34 @@ static const char *dt__io_error_text(int reason) {
     case ELOOP: return "it is a symbolic link that is not followed, or that leads nowhere";
     case EMLINK: return "it has another hard link; writing it would change that file too";
     case EFBIG: return "File too large, for ulimit -f or for the file system";
-    default: return strerror(reason);
+    default: return strerror(errno);
     }
 }
-static const char *dt__io_reason(void) { return dt__io_error_text(errno); }
 
 static int dt__io_absent(void) { return errno == ENOENT || errno == ENOTDIR; }
 
+/* Opens a file; errno is 0 after a failure for which the io table gives no reason. */
+static int dt__open(const dt_io *io, const char *path, int mode) {
+    errno = 0;
+    return io->open(io->user, path, mode);
+}
+
+/* Returns 1 if the file or folder can be opened. Else returns 0, with the reason in errno. */
+static int dt__io_exists(const dt_io *io, const char *path) {
+    int fd = dt__open(io, path, DT_IO_READ);
+    if (fd >= 0) io->close(io->user, fd);
+    return fd >= 0;
+}
+
+/* Returns the last component of a path, which points into `path`. */
+static const char *dt__path_name(const char *path) {
+    const char *slash = strrchr(path, '/');
+    return slash ? slash + 1 : path;
+}
+
 /* Fails the context after a failed io call, with the formatted text and the description of errno.
-   If this is the context's first failure, also sets ctx->read_failed. The value is 0 if errno says
-   that the path is absent, a directory, a FIFO or too short. It is 1 for every other errno: then
-   the file itself may be intact. */
+   Sets ctx->read_failed if the file itself may be intact: unless it is absent, a directory, a FIFO
+   or too short. */
 static dt_status dt__io_fail(dt_ctx *ctx, const char *fmt, ...) DT_PRINTF(2, 3);
 static dt_status dt__io_fail(dt_ctx *ctx, const char *fmt, ...) {
     char text[sizeof ctx->text];
@@ -7149,10 +7397,9 @@ static dt_status dt__io_fail(dt_ctx *ctx, const char *fmt, ...) {
     return dt_fail(ctx, DT_ERR_IO, "%s: %s", text, reason);
 }
 
-/* Reads or writes `bytes` bytes at offset `at`. Calls the io table repeatedly, because one call may
-   transfer fewer bytes. Returns the number of bytes transferred. If that number is less than
-   `bytes`, *end says why: it is 1 if a read reached the end of the file or a write accepted no
-   bytes, 0 if the io table reported an error (in errno, if the io table sets errno). */
+/* Reads or writes `bytes` bytes at offset `at`, in several calls if one call transfers fewer bytes.
+   Returns the number of bytes transferred. If it is less than `bytes`, *end is 1 if a read reached
+   the end of the file or a write accepted no bytes, 0 if the io table reported an error. */
 static int64_t dt__io_transfer(
     const dt_io *io, int fd, int writing, void *data, int64_t bytes, int64_t at, int *end) {
     int64_t done = 0, n = 1;
@@ -7184,9 +7431,8 @@ static dt_status dt__file_read_at(
 
        create PATH.tmp -> write -> fsync -> close -> rename to PATH -> fsync the folder
 
-   At any instant PATH is the old file or the complete new file. The first fsync makes the data
-   durable, the second one the name. The writer calls only functions of the io table, so that a
-   thread that must not touch the context may use it. It records its first failure as text. After a
+   At any instant PATH is the old file or the complete new file. The writer calls only functions of
+   the io table, so that a thread that must not touch the context may use it. After its first
    failure its functions do nothing, except that dt__writer_sync_close still closes. */
 enum { DT__PATH_BYTES = 1024 };
 typedef struct dt__writer {
@@ -7195,14 +7441,22 @@ typedef struct dt__writer {
 } dt__writer;
 
 static void dt__writer_fail(dt__writer *w, const char *path, const char *what) {
-    if (!w->why[0]) snprintf(w->why, sizeof w->why, "%s: %s: %s", path, what, dt__io_reason());
+    if (w->why[0]) return;
+    snprintf(w->why, sizeof w->why, "%.*s: %s: %s", DT__PATH_BYTES, path, what, dt__io_reason());
 }
 
-/* Fails the context if the writer has recorded a failure. `func` is a prefix of the error text, or
-   NULL. */
+/* Fails the context if the writer has failed. `func` is a prefix of the error text, or NULL. */
 static dt_status dt__writer_check(dt_ctx *ctx, const dt__writer *w, const char *func) {
     if (!w->why[0] || ctx->status != DT_OK) return ctx->status;
     return dt_fail(ctx, DT_ERR_IO, "%s%s%s", func ? func : "", func ? ": " : "", w->why);
+}
+
+/* Sets the size of a new file, which is then zero. */
+static void dt__writer_resize(dt__writer *w, const char *path, int fd, int64_t bytes) {
+    char what[64];
+    errno = 0;
+    snprintf(what, sizeof what, "making room for %lld bytes", (long long)bytes);
+    if (w->io.resize(w->io.user, fd, bytes) != 0) dt__writer_fail(w, path, what);
 }
 
 /* Creates a file of `bytes` zero bytes. `path` is a temporary name: if a killed job has left a file
@@ -7210,32 +7464,34 @@ static dt_status dt__writer_check(dt_ctx *ctx, const dt__writer *w, const char *
    caller closes the file even if only its size could not be set. */
 static int dt__writer_create(dt__writer *w, const char *path, int64_t bytes) {
     const dt_io *io = &w->io;
-    char what[64];
     if (w->why[0]) return -1;
-    errno = 0;
-    int fd = io->open(io->user, path, DT_IO_CREATE);
-    if (fd < 0 && errno == EEXIST && io->remove(io->user, path) == 0) {
-        errno = 0;
-        fd = io->open(io->user, path, DT_IO_CREATE);
-    }
-    if (fd < 0) dt__writer_fail(w, path, "open");
-    if (fd < 0) return -1;
-    errno = 0;
-    snprintf(what, sizeof what, "making room for %lld bytes", (long long)bytes);
-    if (io->resize(io->user, fd, bytes) != 0) dt__writer_fail(w, path, what);
+    int fd = dt__open(io, path, DT_IO_CREATE);
+    if (fd < 0 && errno == EEXIST && io->remove(io->user, path) == 0)
+        fd = dt__open(io, path, DT_IO_CREATE);
+    if (fd < 0)
+        dt__writer_fail(w, path, "open");
+    else
+        dt__writer_resize(w, path, fd, bytes);
     return fd;
+}
+
+/* Reads or writes `bytes` bytes at offset `at`. `doing` begins the text of a failure, which counts
+   bytes from offset `base`. */
+static void dt__writer_transfer(dt__writer *w, const char *path, int fd, int writing,
+    const char *doing, void *data, int64_t bytes, int64_t at, int64_t base) {
+    char what[100];
+    int end = 0;
+    if (w->why[0]) return;
+    int64_t done = dt__io_transfer(&w->io, fd, writing, data, bytes, at, &end);
+    if (done == bytes) return;
+    snprintf(what, sizeof what, "%s, byte %lld", doing, (long long)(at + done - base));
+    if (end) errno = writing ? ENOSPC : DT__SHORTER;
+    dt__writer_fail(w, path, what);
 }
 
 static void dt__writer_write(
     dt__writer *w, const char *path, int fd, const void *data, int64_t bytes, int64_t at) {
-    char what[48];
-    int end = 0;
-    if (w->why[0]) return;
-    int64_t done = dt__io_transfer(&w->io, fd, 1, (void *)(uintptr_t)data, bytes, at, &end);
-    if (done == bytes) return;
-    snprintf(what, sizeof what, "writing byte %lld", (long long)(at + done));
-    if (end) errno = ENOSPC;
-    dt__writer_fail(w, path, what);
+    dt__writer_transfer(w, path, fd, 1, "writing", (void *)(uintptr_t)data, bytes, at, 0);
 }
 
 /* Calls fsync, then close. Some disk errors are reported only by fsync, and only once. */
@@ -7246,14 +7502,12 @@ static void dt__writer_sync_close(dt__writer *w, const char *path, int fd) {
     if (w->io.close(w->io.user, fd) != 0) dt__writer_fail(w, path, "close");
 }
 
-/* Calls fsync on a folder, which makes the names in the folder durable. EINVAL is ignored: some
-   file systems cannot sync a folder and do not need to. tolerated: an errno of open that is not a
-   failure; 0 if every errno is a failure; DT__ANY_ERRNO if none is. */
+/* Makes the names in a folder durable. EINVAL is ignored: some file systems cannot sync a folder
+   and do not need to. tolerated: an errno of open that is not a failure; 0; or DT__ANY_ERRNO. */
 enum { DT__ANY_ERRNO = -1 };
 static void dt__writer_sync_folder(dt__writer *w, const char *folder, int tolerated) {
     if (w->why[0]) return;
-    errno = 0;
-    int fd = w->io.open(w->io.user, folder, DT_IO_READ);
+    int fd = dt__open(&w->io, folder, DT_IO_READ);
     if (fd < 0 && tolerated != DT__ANY_ERRNO && (errno == 0 || errno != tolerated))
         dt__writer_fail(w, folder, "open");
     if (fd < 0) return;
@@ -7264,11 +7518,15 @@ static void dt__writer_sync_folder(dt__writer *w, const char *folder, int tolera
 
 /* Calls fsync on the folder that contains `path`. */
 static void dt__writer_sync_parent(dt__writer *w, const char *path, int tolerated) {
-    char folder[DT__PATH_BYTES];
-    const char *slash = strrchr(path, '/');
-    int n = slash ? (int)(slash - path) + 1 : 1;
-    if (snprintf(folder, sizeof folder, "%.*s", n, slash ? path : ".") < (int)sizeof folder)
-        dt__writer_sync_folder(w, folder, tolerated);
+    char folder[4096] = "."; /* Linux opens no longer path */
+    size_t n = (size_t)(dt__path_name(path) - path);
+    if (n >= sizeof folder) {
+        errno = ENAMETOOLONG;
+        dt__writer_fail(w, path, "fsync of its folder");
+        return;
+    }
+    if (n > 0) memcpy(folder, path, n), folder[n] = 0;
+    dt__writer_sync_folder(w, folder, tolerated);
 }
 
 /* Commits a file or a folder: renames `temp` to `path`. The rename is the instant of the commit. */
@@ -7311,11 +7569,10 @@ static dt_status dt__new_file_end(dt_ctx *ctx, dt__new_file *f, const char *path
     return ctx->status;
 }
 
-/* Opens a file for reading. Returns its descriptor, or fails the context and returns -1. */
-static int dt__file_open(dt_ctx *ctx, const char *path) {
+/* Opens a file. Returns its descriptor, or fails the context and returns -1. */
+static int dt__file_open(dt_ctx *ctx, const char *path, int mode) {
     if (ctx->status != DT_OK) return -1;
-    errno = 0;
-    int fd = ctx->io.open(ctx->io.user, path, DT_IO_READ);
+    int fd = dt__open(&ctx->io, path, mode);
     if (fd < 0) dt__io_fail(ctx, "%s", path);
     return fd;
 }
@@ -7326,7 +7583,7 @@ char *dt_file_read(dt_ctx *ctx, const char *path, size_t limit, size_t *bytes) {
         dt_fail(ctx, DT_ERR_ARG, "dt_file_read(%s): path or bytes is NULL", path ? path : "NULL");
         return NULL;
     }
-    int fd = dt__file_open(ctx, path);
+    int fd = dt__file_open(ctx, path, DT_IO_READ);
     if (fd < 0) return NULL;
     char *text = NULL;
     errno = 0;
@@ -7337,13 +7594,10 @@ char *dt_file_read(dt_ctx *ctx, const char *path, size_t limit, size_t *bytes) {
         dt_fail(ctx, DT_ERR_IO, "%s: %lld bytes, at most %zu", path, (long long)size, limit);
     else
         text = (char *)dt_alloc(ctx, DT_MEM_HOST, (size_t)size + 1, path);
-    if (text) {
-        *bytes = (size_t)size;
-        text[size] = 0;
-        if (dt__file_read_at(ctx, path, fd, text, size, 0, "text") != DT_OK) {
-            dt_free(ctx, DT_MEM_HOST, text, (size_t)size + 1);
-            text = NULL;
-        }
+    if (text) *bytes = (size_t)size, text[size] = 0;
+    if (text && dt__file_read_at(ctx, path, fd, text, size, 0, "text") != DT_OK) {
+        dt_free(ctx, DT_MEM_HOST, text, (size_t)size + 1);
+        text = NULL;
     }
     ctx->io.close(ctx->io.user, fd);
     return text;
@@ -7360,7 +7614,7 @@ dt_status dt_file_write(dt_ctx *ctx, const char *path, const void *data, size_t 
     return dt__new_file_end(ctx, &f, path);
 }
 
-// ==== 23. Weight files: formats and reading =====================================================
+// ==== 24. Weight files: formats and reading =====================================================
 
 /* Two formats: safetensors (huggingface.co/docs/safetensors), in one file or in shards with an
    index, and the model files of llm.c.
@@ -7383,30 +7637,17 @@ typedef struct dt__type {
 } dt__type;
 /* The element types, in the order of the enum of the safetensors library. A writer sorts the
    tensors of a file by type, from the last type of this list to the first. */
-static const dt__type dt__types[] = {
-    { .name = "BOOL", .bits = 8 },
-    { .name = "F4", .bits = 4 },
-    { .name = "F6_E2M3", .bits = 6 },
-    { .name = "F6_E3M2", .bits = 6 },
-    { .name = "U8", .bits = 8 },
-    { .name = "I8", .bits = 8 },
-    { .name = "F8_E5M2", .bits = 8 },
-    { .name = "F8_E4M3", .bits = 8 },
-    { .name = "F8_E8M0", .bits = 8 },
-    { .name = "F8_E4M3FNUZ", .bits = 8 },
-    { .name = "F8_E5M2FNUZ", .bits = 8 },
-    { .name = "I16", .bits = 16 },
-    { .name = "U16", .bits = 16 },
-    { .name = "F16", .bits = 16, .readable = 1, .dtype = DT_F16 },
+static const dt__type dt__types[] = { { .name = "BOOL", .bits = 8 }, { .name = "F4", .bits = 4 },
+    { .name = "F6_E2M3", .bits = 6 }, { .name = "F6_E3M2", .bits = 6 }, { .name = "U8", .bits = 8 },
+    { .name = "I8", .bits = 8 }, { .name = "F8_E5M2", .bits = 8 }, { .name = "F8_E4M3", .bits = 8 },
+    { .name = "F8_E8M0", .bits = 8 }, { .name = "F8_E4M3FNUZ", .bits = 8 },
+    { .name = "F8_E5M2FNUZ", .bits = 8 }, { .name = "I16", .bits = 16 },
+    { .name = "U16", .bits = 16 }, { .name = "F16", .bits = 16, .readable = 1, .dtype = DT_F16 },
     { .name = "BF16", .bits = 16, .readable = 1, .dtype = DT_BF16 },
-    { .name = "I32", .bits = 32, .readable = 1, .dtype = DT_I32 },
-    { .name = "U32", .bits = 32 },
-    { .name = "F32", .bits = 32, .readable = 1, .dtype = DT_F32 },
-    { .name = "C64", .bits = 64 },
-    { .name = "F64", .bits = 64, .readable = 1, .dtype = DT_F64 },
-    { .name = "I64", .bits = 64 },
-    { .name = "U64", .bits = 64 },
-};
+    { .name = "I32", .bits = 32, .readable = 1, .dtype = DT_I32 }, { .name = "U32", .bits = 32 },
+    { .name = "F32", .bits = 32, .readable = 1, .dtype = DT_F32 }, { .name = "C64", .bits = 64 },
+    { .name = "F64", .bits = 64, .readable = 1, .dtype = DT_F64 }, { .name = "I64", .bits = 64 },
+    { .name = "U64", .bits = 64 } };
 enum { DT__TYPES = sizeof dt__types / sizeof *dt__types };
 
 /* The tensors of an llm.c model, in file order. Each character of `dims` gives a dimension: P is
@@ -7414,24 +7655,14 @@ enum { DT__TYPES = sizeof dt__types / sizeof *dt__types };
    times the width, 4 is four times the width. */
 static const struct {
     const char *name, *dims;
-} dt__llmc_tensors[16] = {
-    { .name = "wte", .dims = "PC" },
-    { .name = "wpe", .dims = "TC" },
-    { .name = "ln1w", .dims = "LC" },
-    { .name = "ln1b", .dims = "LC" },
-    { .name = "qkvw", .dims = "L3C" },
-    { .name = "qkvb", .dims = "L3" },
-    { .name = "attprojw", .dims = "LCC" },
-    { .name = "attprojb", .dims = "LC" },
-    { .name = "ln2w", .dims = "LC" },
-    { .name = "ln2b", .dims = "LC" },
-    { .name = "fcw", .dims = "L4C" },
-    { .name = "fcb", .dims = "L4" },
-    { .name = "fcprojw", .dims = "LC4" },
-    { .name = "fcprojb", .dims = "LC" },
-    { .name = "lnfw", .dims = "C" },
-    { .name = "lnfb", .dims = "C" },
-};
+} dt__llmc_tensors[16] = { { .name = "wte", .dims = "PC" }, { .name = "wpe", .dims = "TC" },
+    { .name = "ln1w", .dims = "LC" }, { .name = "ln1b", .dims = "LC" },
+    { .name = "qkvw", .dims = "L3C" }, { .name = "qkvb", .dims = "L3" },
+    { .name = "attprojw", .dims = "LCC" }, { .name = "attprojb", .dims = "LC" },
+    { .name = "ln2w", .dims = "LC" }, { .name = "ln2b", .dims = "LC" },
+    { .name = "fcw", .dims = "L4C" }, { .name = "fcb", .dims = "L4" },
+    { .name = "fcprojw", .dims = "LC4" }, { .name = "fcprojb", .dims = "LC" },
+    { .name = "lnfw", .dims = "C" }, { .name = "lnfb", .dims = "C" } };
 enum { DT__LLMC_MAGIC = 20240326, DT__LLMC_HEADER_BYTES = 1024 };
 
 typedef struct dt__weight {
@@ -7439,9 +7670,7 @@ typedef struct dt__weight {
     int file, type;            /* indices into dt_weights.file and dt__types */
     int64_t bytes, offset;     /* the tensor's size; the position of its first byte in the file */
     int64_t written, expected; /* numbers of elements: written so far; to be written in all */
-    /* The name of a tensor of dt_weights_declare, freed with the handle. NULL for other tensors,
-       whose names lie in the JSON header or are constants. */
-    char *own_name;
+    char *own_name; /* a declared tensor's name; others lie in the JSON header or are constants */
 } dt__weight;
 
 typedef struct dt__weight_file {
@@ -7453,10 +7682,10 @@ typedef struct dt__weight_file {
     int temp_exists; /* 1 if `temp` may exist, so that a failure must remove it */
 } dt__weight_file;
 
-/* A function that receives the elements written to a handle, so that no file is created. A
-   checkpoint uses a sink: every rank has a handle with the complete layout, and the rank's sink
-   receives the elements that this rank writes. `data` holds elements [first, first + count) of
-   tensor `index`, converted to the file's type. Their position in the file is byte `offset`. */
+/* A function that receives the elements written to a handle, so that no file is created. In a
+   checkpoint every rank has a handle with the complete layout, and its sink receives the elements
+   that this rank writes: elements [first, first + count) of tensor `index`, converted to the file's
+   type, which begin at byte `offset` of the file. */
 typedef struct dt__sink {
     void (*put)(
         void *user, int index, int64_t first, int64_t count, const void *data, int64_t offset);
@@ -7467,7 +7696,7 @@ struct dt_weights {
     dt_ctx *ctx;
     dt_listener listener; /* closes the handle when the context is freed */
     int writing;
-    int layout_done;      /* 1 if the list of tensors is final and files and offsets are assigned */
+    int layout_done;      /* 1 if files and offsets are assigned; no further tensor */
     dt_weights_desc desc; /* desc.llmc is set even if the handle is open for reading */
     char *path;
     dt__weight_file *file;
@@ -7476,15 +7705,14 @@ struct dt_weights {
     /* 2 * order_capacity elements: sorted indices into `weight`, then scratch memory for sorting */
     uint32_t *order;
     int order_capacity;
-    /* The open file's descriptor and index in `file`; both are -1 if no file is open. A handle has
-       only one file open at a time, because many ranks may read many files. */
+    /* The open file's descriptor and index in `file`, or -1. A handle has only one file open at a
+       time, because many ranks may read many files. */
     int fd, open_file;
     char *convert_buffer, *staging;
     dt__sink sink; /* if sink.put is not NULL, it receives all elements, and no file is created */
     dt__writer writer;
-    /* If `shares` is not 0, `shares` ranks hold the same elements, dt_weights_save divides these
-       elements among the ranks, and this rank writes share `share`. If `shares` is 0, this rank
-       writes all its elements. */
+    /* dt_weights_save writes only share `share` of `shares`, because other ranks hold the same
+       elements and write the other shares; 0 shares: all elements */
     int share, shares;
 };
 
@@ -7506,12 +7734,9 @@ static dt_status dt__weights_use_file(dt_weights *w, int f) {
     if (w->open_file == f) return ctx->status;
     dt__weights_close_file(w);
     const char *path = w->writing ? w->file[f].temp : w->file[f].path;
-    if (ctx->status != DT_OK) return ctx->status;
-    errno = 0;
-    w->fd = ctx->io.open(ctx->io.user, path, w->writing ? DT_IO_WRITE : DT_IO_READ);
-    if (w->fd < 0) return dt__io_fail(ctx, "%s", path);
-    w->open_file = f;
-    return DT_OK;
+    w->fd = dt__file_open(ctx, path, w->writing ? DT_IO_WRITE : DT_IO_READ);
+    if (w->fd >= 0) w->open_file = f;
+    return ctx->status;
 }
 
 static void dt__weights_free(dt_ctx *ctx, void *user) {
@@ -7589,6 +7814,19 @@ static dt__weight *dt__weights_add_tensor(dt_weights *w, const dt__weight *weigh
     return &w->weight[w->weights++];
 }
 
+static int dt__type_of(dt_dtype dtype) {
+    int type = 0;
+    while (!dt__types[type].readable || dt__types[type].dtype != dtype) type++;
+    return type;
+}
+
+static void dt__weight_set_type(dt__weight *t, int type) {
+    t->type = type;
+    t->t.type = dt__types[type].name;
+    t->t.readable = dt__types[type].readable;
+    t->t.dtype = dt__types[type].dtype;
+}
+
 static int dt__by_name(const void *user, uint32_t a, uint32_t b) {
     const dt__weight *t = (const dt__weight *)user;
     return strcmp(t[a].t.name, t[b].t.name) < 0;
@@ -7605,8 +7843,7 @@ static int dt__by_type(const void *user, uint32_t a, uint32_t b) {
     return t[a].type != t[b].type ? t[a].type > t[b].type : dt__by_name(user, a, b);
 }
 
-/* Stores the indices `first` .. w->weights - 1 in w->order, sorted by the order of their tensors
-   under `less`. */
+/* Stores the indices `first` .. w->weights - 1 in w->order, sorted by `less`. */
 static dt_status dt__weights_sort(dt_weights *w, int first, dt__less_fn less) {
     int n = w->weights - first;
     if (w->weights > w->order_capacity) {
@@ -7660,9 +7897,7 @@ static dt_status dt__safetensors_entry(dt_weights *w, int f, int node) {
     if (t.type == DT__TYPES)
         return dt_json_fail(
             j, node, "tensor '%s': unknown type '%s'", name.s, dt__printable_name(type).s);
-    t.t.type = dt__types[t.type].name;
-    t.t.readable = dt__types[t.type].readable;
-    t.t.dtype = dt__types[t.type].dtype;
+    dt__weight_set_type(&t, t.type);
     for (int i = 0; i < dt_json_count(j, shape); i++) {
         int64_t d = 0;
         if (!dt_json_int(j, dt_json_at(j, shape, i), &d) || d < 0)
@@ -7698,9 +7933,8 @@ static dt_status dt__safetensors_metadata(const dt_json *j, int node) {
     return DT_OK;
 }
 
-/* Fails unless the tensors of file f, those with index >= `first`, cover the file's data exactly:
-   no gap, no overlap, and no bytes after the last tensor. With a gap or an overlap, two programs
-   that read the same file could find different contents. */
+/* Fails unless the tensors of file f, those with index >= `first`, cover the file's data exactly.
+   With a gap or an overlap, two programs could find different contents. */
 static dt_status dt__safetensors_check_cover(dt_weights *w, int f, int first) {
     const dt__weight_file *file = &w->file[f];
     int64_t at = (int64_t)file->header_bytes;
@@ -7725,8 +7959,8 @@ static dt_status dt__safetensors_open(dt_weights *w, int f, uint64_t json_bytes)
     int first = w->weights;
     if (json_bytes > DT__JSON_BYTES || (int64_t)json_bytes > file->bytes - 8)
         return dt_fail(ctx, DT_ERR_IO,
-            "%s: neither safetensors (a header of %llu bytes in a file of %lld, at most %d) "
-            "nor an llm.c model",
+            "%s: neither safetensors (a header of %llu bytes in a file of %lld, at most %d) nor an "
+            "llm.c model",
             file->path, (unsigned long long)json_bytes, (long long)file->bytes, DT__JSON_BYTES);
     file->header_bytes = (size_t)json_bytes + 8;
     file->header = (char *)dt_alloc(ctx, DT_MEM_HOST, file->header_bytes, "a header");
@@ -7745,40 +7979,33 @@ static dt_status dt__safetensors_open(dt_weights *w, int f, uint64_t json_bytes)
     return ctx->status == DT_OK ? dt__safetensors_check_cover(w, f, first) : ctx->status;
 }
 
-/* Fills in *t for tensor i of an llm.c model. The caller has checked the sizes in m. Returns 1, or
-   0 if the tensor's size overflows. */
+/* Fills in *t for tensor i of an llm.c model. Returns 0 if the tensor's size overflows. */
 static int dt__llmc_tensor(const dt_llmc *m, int i, dt__weight *t) {
     const char *dims = dt__llmc_tensors[i].dims;
-    int64_t C = m->width;
     memset(t, 0, sizeof *t);
+    dt__weight_set_type(t, dt__type_of(m->version == 5 ? DT_BF16 : DT_F32));
     t->t.name = dt__llmc_tensors[i].name;
-    t->t.type = m->version == 5 ? "BF16" : "F32";
-    t->t.readable = 1;
-    t->t.dtype = m->version == 5 ? DT_BF16 : DT_F32;
     t->t.count = 1;
     for (; *dims; dims++) {
-        int64_t d = *dims == 'P'   ? m->padded_vocab
-                    : *dims == 'T' ? m->seq
-                    : *dims == 'L' ? m->layers
-                    : *dims == 'C' ? C
-                                   : (*dims - '0') * C;
+        int64_t d = *dims == 'P' ? m->padded_vocab : *dims == 'T' ? m->seq : m->layers;
+        if (*dims == 'C' || (*dims >= '0' && *dims <= '9'))
+            d = (*dims == 'C' ? 1 : *dims - '0') * (int64_t)m->width;
         t->t.shape.d[t->t.shape.nd++] = d;
         if (!dt__mul_ok(t->t.count, d, &t->t.count)) return 0;
     }
-    t->expected = i == 0 ? m->vocab * C : t->t.count;
+    t->expected = i == 0 ? m->vocab * (int64_t)m->width : t->t.count;
     return dt__mul_ok(t->t.count, (int64_t)dt_dtype_size(t->t.dtype), &t->bytes);
 }
 
-/* Adds all 16 tensors of an llm.c model to the handle's list. *end receives the size of the file in
-   bytes. */
+/* Lists all 16 tensors of an llm.c model. *end receives the size of the file in bytes. */
 static dt_status dt__llmc_list_tensors(dt_weights *w, int f, int64_t *end) {
     const dt_llmc *m = &w->desc.llmc;
     *end = DT__LLMC_HEADER_BYTES;
     if ((m->version != 3 && m->version != 5) || m->seq < 1 || m->vocab < 1 || m->layers < 1 ||
         m->heads < 1 || m->width < 1 || m->width % m->heads != 0 || m->padded_vocab < m->vocab)
         return dt_fail(w->ctx, w->writing ? DT_ERR_ARG : DT_ERR_IO,
-            "%s: llm.c model of version %d (3 and 5 are "
-            "known), seq %d, vocab %d of %d, layers %d, heads %d, width %d",
+            "%s: llm.c model of version %d (3 and 5 are known), seq %d, vocab %d of %d, layers %d, "
+            "heads %d, width %d",
             w->path, m->version, m->seq, m->vocab, m->padded_vocab, m->layers, m->heads, m->width);
     for (int i = 0; i < 16; i++) {
         dt__weight t;
@@ -7799,14 +8026,7 @@ static dt_status dt__llmc_open(dt_weights *w, int f) {
     int64_t end;
     if (dt__file_read_at(w->ctx, file->path, w->fd, words, sizeof words, 0, "header") != DT_OK)
         return w->ctx->status;
-    dt_llmc m = { .version = words[1],
-        .seq = words[2],
-        .vocab = words[3],
-        .layers = words[4],
-        .heads = words[5],
-        .width = words[6],
-        .padded_vocab = words[7] };
-    w->desc.llmc = m;
+    memcpy(&w->desc.llmc, words + 1, sizeof w->desc.llmc);
     if (dt__llmc_list_tensors(w, f, &end) != DT_OK) return w->ctx->status;
     return end == file->bytes
                ? DT_OK
@@ -7838,33 +8058,23 @@ static dt_status dt__weights_read_header(dt_weights *w, char *path) {
     return dt__safetensors_open(w, f, first_bytes);
 }
 
-/* Reads the headers of the shards that an index names, which lie in the directory of the index. */
+/* Reads the headers of the shards that an index names, which lie in the directory of the index.
+   Fails unless each tensor is in the file that the index names for it. */
 static dt_status dt__index_shards(dt_weights *w, const dt_json *j, int map, const char *path) {
-    const char *slash = strrchr(path, '/');
-    size_t folder = slash ? (size_t)(slash - path) + 1 : 0, bytes = 0;
-    for (int i = 0; i < dt_json_count(j, map) && w->ctx->status == DT_OK; i++) {
+    size_t folder = (size_t)(dt__path_name(path) - path), bytes = 0;
+    for (int i = 0; i < dt_json_count(j, map); i++) {
         int node = dt_json_at(j, map, i), f = 0;
-        const char *name = dt_json_string(j, node, &bytes);
+        const char *name = dt_json_string(j, node, &bytes), *tensor = dt_json_key(j, node, NULL);
         if (!name || !bytes || strlen(name) != bytes || strchr(name, '/') || strchr(name, '\\') ||
             strstr(name, ".."))
             return dt_json_fail(j, node, "'%s' is not the name of a file beside the index",
                 dt__printable_name(name ? name : "").s);
         while (f < w->files && strcmp(w->file[f].path + folder, name) != 0) f++;
         if (f == w->files) dt__weights_read_header(w, dt__concat_text(w->ctx, path, folder, name));
-    }
-    return w->ctx->status;
-}
-
-/* Fails unless each tensor of an index is in the file that the index names for this tensor. */
-static dt_status dt__index_check(dt_weights *w, const dt_json *j, int map, const char *path) {
-    const char *slash = strrchr(path, '/');
-    size_t folder = slash ? (size_t)(slash - path) + 1 : 0;
-    for (int i = 0; i < dt_json_count(j, map); i++) {
-        int node = dt_json_at(j, map, i), at = dt_weights_find(w, dt_json_key(j, node, NULL));
-        const char *name = dt_json_string(j, node, NULL);
-        if (at < 0 || strcmp(w->file[w->weight[at].file].path + folder, name) != 0)
-            return dt_json_fail(j, node, "tensor '%s' is not in '%s'",
-                dt__printable_name(dt_json_key(j, node, NULL)).s, dt__printable_name(name).s);
+        if (w->ctx->status != DT_OK) return w->ctx->status;
+        if (dt_json_find(w->file[f].json, 0, tensor) < 0)
+            return dt_json_fail(j, node, "tensor '%s' is not in '%s'", dt__printable_name(tensor).s,
+                dt__printable_name(name).s);
     }
     return DT_OK;
 }
@@ -7876,9 +8086,7 @@ static dt_status dt__index_open(dt_weights *w, const char *path) {
     int map = dt_json_find(j, 0, "weight_map");
     if (j && dt_json_kind_of(j, map) != DT_JSON_OBJECT)
         dt_json_fail(j, 0, "there is no weight_map");
-    if (w->ctx->status == DT_OK && dt__index_shards(w, j, map, path) == DT_OK &&
-        dt__weights_sort_names(w) == DT_OK)
-        dt__index_check(w, j, map, path);
+    if (w->ctx->status == DT_OK) dt__index_shards(w, j, map, path);
     dt_json_free(j);
     if (text) dt_free(w->ctx, DT_MEM_HOST, text, bytes + 1);
     return w->ctx->status;
@@ -7889,13 +8097,7 @@ static dt_status dt__index_open(dt_weights *w, const char *path) {
 static char *dt__weights_find_file(dt_weights *w, const char *name) {
     dt_ctx *ctx = w->ctx;
     char *path = ctx->status == DT_OK ? dt__concat_text(ctx, w->path, strlen(w->path), name) : NULL;
-    if (!path) return NULL;
-    errno = 0;
-    int fd = ctx->io.open(ctx->io.user, path, DT_IO_READ);
-    if (fd >= 0) {
-        ctx->io.close(ctx->io.user, fd);
-        return path;
-    }
+    if (!path || dt__io_exists(&ctx->io, path)) return path;
     if (!dt__io_absent()) dt__io_fail(ctx, "%s", path);
     dt__string_free(ctx, path);
     return NULL;
@@ -7913,10 +8115,8 @@ dt_weights *dt_weights_open(dt_ctx *ctx, const char *path) {
     if (!one) index = dt__weights_find_file(w, "/model.safetensors.index.json");
     if (one)
         dt__weights_read_header(w, one);
-    else if (index)
-        dt__index_open(w, index);
-    else if (dt__ends_with(path, ".index.json"))
-        dt__index_open(w, path);
+    else if (index || dt__ends_with(path, ".index.json"))
+        dt__index_open(w, index ? index : path);
     else if (ctx->status == DT_OK)
         dt__weights_read_header(w, dt__concat_text(ctx, path, strlen(path), ""));
     dt__string_free(ctx, index);
@@ -7958,9 +8158,8 @@ const char *dt_weights_metadata(const dt_weights *w, const char *key) {
     return dt_json_string(j, dt_json_find(j, dt_json_find(j, 0, "__metadata__"), key), NULL);
 }
 
-/* Converts `count` elements in host memory. Converts each value to f32 first. If f64 is converted
-   to a 16-bit type, the conversion to f32 rounds to odd, so that both roundings together give the
-   same result as a single rounding. */
+/* Converts elements through f32, several times faster than the cast kernel, which converts through
+   f64. From f64 to 16 bits the first rounding is to odd, so that the result is rounded once. */
 static void dt__convert(dt_dtype to, void *out, dt_dtype from, const void *in, int64_t count) {
     float f[512];
     if (to == from) memcpy(out, in, (size_t)count * dt_dtype_size(to));
@@ -7986,8 +8185,7 @@ static void dt__convert(dt_dtype to, void *out, dt_dtype from, const void *in, i
     }
 }
 
-/* Fails the context unless elements [first, first + count) of a tensor can be transferred, with
-   type `dtype` in memory. */
+/* Fails the context unless elements [first, first + count) can be transferred as `dtype`. */
 static dt_status dt__weights_check_range(const dt_weights *w, const char *func, int writing,
     int index, int64_t first, int64_t count, dt_dtype dtype) {
     const dt_weight *t = dt_weights_get(w, index);
@@ -8017,46 +8215,67 @@ static char *dt__weights_buffer(dt_weights *w, char **buffer, size_t bytes) {
     return *buffer;
 }
 
-dt_status dt_weights_read(
-    dt_weights *w, int index, int64_t first, int64_t count, dt_dtype as, void *host) {
-    dt_status status = dt__weights_check_range(w, "dt_weights_read", 0, index, first, count, as);
-    if (status != DT_OK || count == 0) return status;
-    const dt__weight *t = &w->weight[index];
-    const char *path = w->file[t->file].path;
-    int64_t size = (int64_t)dt_dtype_size(t->t.dtype), step = DT__CONVERT_BYTES / size;
-    int64_t at = t->offset + first * size;
-    if (dt__weights_use_file(w, t->file) != DT_OK) return w->ctx->status;
-    if (as == t->t.dtype)
-        return dt__file_read_at(w->ctx, path, w->fd, host, count * size, at, t->t.name);
-    if (!dt__weights_buffer(w, &w->convert_buffer, DT__CONVERT_BYTES)) return w->ctx->status;
-    for (int64_t done = 0; done < count; done += step) {
-        int64_t n = count - done < step ? count - done : step;
-        if (dt__file_read_at(w->ctx, path, w->fd, w->convert_buffer, n * size, at + done * size,
-                t->t.name) != DT_OK)
-            break;
-        dt__convert(
-            as, (char *)host + (size_t)done * dt_dtype_size(as), t->t.dtype, w->convert_buffer, n);
+static dt_status dt__weights_layout(dt_weights *w);
+
+/* Reads or writes elements of a tensor, which have type `dtype` at `host`. */
+static dt_status dt__weights_access(dt_weights *w, int writing, int index, int64_t first,
+    int64_t count, dt_dtype dtype, void *host) {
+    const char *func = writing ? "dt_weights_write" : "dt_weights_read";
+    dt_status status = dt__weights_check_range(w, func, writing, index, first, count, dtype);
+    if (status != DT_OK || (writing && dt__weights_layout(w) != DT_OK))
+        return w ? w->ctx->status : status;
+    dt__weight *t = &w->weight[index];
+    const dt__weight_file *file = &w->file[t->file];
+    int converts = dtype != t->t.dtype;
+    int64_t size = (int64_t)dt_dtype_size(t->t.dtype), own_size = (int64_t)dt_dtype_size(dtype);
+    int64_t step = converts ? DT__CONVERT_BYTES / size : count;
+    if (writing && count > t->t.count - t->written)
+        return dt_fail(w->ctx, DT_ERR_ARG, "dt_weights_write(%s): elements were written twice",
+            dt__printable_name(t->t.name).s);
+    if (!w->sink.put && count > 0 && dt__weights_use_file(w, t->file) != DT_OK)
+        return w->ctx->status;
+    if (converts && !dt__weights_buffer(w, &w->convert_buffer, DT__CONVERT_BYTES))
+        return w->ctx->status;
+    for (int64_t done = 0; done < count && w->ctx->status == DT_OK; done += step) {
+        int64_t n = count - done < step ? count - done : step,
+                at = t->offset + (first + done) * size;
+        char *own = (char *)host + done * own_size, *data = converts ? w->convert_buffer : own;
+        if (writing && converts) dt__convert(t->t.dtype, data, dtype, own, n);
+        if (w->sink.put)
+            w->sink.put(w->sink.user, index, first + done, n, data, at);
+        else if (writing)
+            dt__writer_write(&w->writer, file->temp, w->fd, data, n * size, at);
+        else
+            dt__file_read_at(w->ctx, file->path, w->fd, data, n * size, at, t->t.name);
+        if (!writing && converts && w->ctx->status == DT_OK)
+            dt__convert(dtype, own, t->t.dtype, data, n);
     }
+    if (dt__writer_check(w->ctx, &w->writer, NULL) == DT_OK && writing) t->written += count;
     return w->ctx->status;
 }
 
-// ==== 24. Weight files: parameters and writing ==================================================
+dt_status dt_weights_read(
+    dt_weights *w, int index, int64_t first, int64_t count, dt_dtype as, void *host) {
+    return dt__weights_access(w, 0, index, first, count, as, host);
+}
+
+dt_status dt_weights_write(
+    dt_weights *w, int index, int64_t first, int64_t count, dt_dtype from, const void *host) {
+    return dt__weights_access(w, 1, index, first, count, from, (void *)(uintptr_t)host);
+}
+
+// ==== 25. Weight files: parameters and writing ==================================================
 
 /* A parameter's local slice is a set of contiguous ranges of the tensor in the file. A transposed
    slice is copied in tiles, each of which fits the staging buffer. */
 
-/* A dt_weight_part with its defaults filled in: a rectangle of the parameter, seen as a matrix, and
-   the position of the same elements in the file's tensor, also seen as a matrix. */
+/* A dt_weight_part with its defaults filled in. */
 typedef struct dt__weight_rect {
     dt_tensor *param;
-    int index; /* index of the file's tensor in dt_weights.weight */
-    /* The rectangle is rows [at, at + rows) of the parameter, seen as a matrix with `columns`
-       columns. */
-    int64_t at, rows, columns;
-    /* `row` and `column` are the rectangle's first row and column in the file's matrix; `stride` is
-       the number of columns of the file's matrix */
-    int64_t row, column, stride;
-    int transposed; /* 1 if the file's matrix holds the rectangle's transpose */
+    int index;                   /* index of the file's tensor in dt_weights.weight */
+    int64_t at, rows, columns;   /* rows [at, at + rows) of the parameter as a matrix */
+    int64_t row, column, stride; /* where they begin in the file's matrix of `stride` columns */
+    int transposed;              /* 1 if the file's matrix holds the rectangle's transpose */
 } dt__weight_rect;
 
 static dt_status dt__rect_make(dt_weights *w, const dt_weight_part *part, dt__weight_rect *r) {
@@ -8093,28 +8312,27 @@ static dt_status dt__rect_make(dt_weights *w, const dt_weight_part *part, dt__we
     return DT_OK;
 }
 
-/* Reads elements [first, first + count) of the file's tensor to host memory if the handle is open
-   for reading, or writes these elements from host memory if it is open for writing. */
-static dt_status dt__rect_access_file(
-    dt_weights *w, const dt__weight_rect *r, int64_t first, int64_t count, void *host) {
-    dt_dtype dtype = r->param->dtype;
-    return w->writing ? dt_weights_write(w, r->index, first, count, dtype, host)
-                      : dt_weights_read(w, r->index, first, count, dtype, host);
+/* Copies bytes and waits for the copy, so that both memories can be used at once. */
+static dt_status dt__move_now(dt_ctx *ctx, void *to, const void *from, size_t bytes) {
+    return dt__move(ctx, to, from, bytes) == DT_OK ? dt__sync(ctx) : ctx->status;
 }
 
-/* Copies local elements [first, first + count) of the parameter to host memory if the file is being
-   written, or from host memory to the parameter if the file is being read. */
+/* Copies elements [first, first + count) of the file's tensor between the file and `host`. */
+static dt_status dt__rect_access_file(
+    dt_weights *w, const dt__weight_rect *r, int64_t first, int64_t count, void *host) {
+    return dt__weights_access(w, w->writing, r->index, first, count, r->param->dtype, host);
+}
+
+/* Copies local elements [first, first + count) of the parameter between the parameter and `host`.
+ */
 static dt_status dt__rect_access_param(
     dt_weights *w, const dt__weight_rect *r, int64_t first, int64_t count, void *host) {
     size_t size = dt_dtype_size(r->param->dtype), bytes = (size_t)count * size;
     void *at = (char *)r->param->data + (size_t)first * size;
-    if (dt__move(w->ctx, w->writing ? host : at, w->writing ? at : host, bytes) != DT_OK)
-        return w->ctx->status;
-    return dt__sync(w->ctx); /* because the caller reads or reuses `host` after the call */
+    return dt__move_now(w->ctx, w->writing ? host : at, w->writing ? at : host, bytes);
 }
 
-/* Narrows the range [*begin, *end) to the share that this rank writes, if several ranks hold the
-   same elements and divide the writing among them (w->shares is not 0). */
+/* Narrows the range [*begin, *end) to the share that this rank writes. */
 static void dt__weights_share(const dt_weights *w, int64_t *begin, int64_t *end) {
     int64_t from = *begin, n = *end - *begin;
     if (!w->shares) return;
@@ -8122,9 +8340,8 @@ static void dt__weights_share(const dt_weights *w, int64_t *begin, int64_t *end)
     *end = from + n / w->shares * (w->share + 1) + n % w->shares * (w->share + 1) / w->shares;
 }
 
-/* Copies a rectangle that is not transposed. A contiguous range of the local slice is also
-   contiguous in the file, except that it ends at the end of the rectangle's row if the rows of the
-   file's matrix are longer. */
+/* Copies a rectangle that is not transposed. A contiguous range of the local slice is contiguous in
+   the file too, up to the end of the rectangle's row if the file's rows are longer. */
 static dt_status dt__rect_copy_rows(dt_weights *w, const dt__weight_rect *r) {
     const dt_param_info *p = r->param->param;
     /* the smallest range of elements of the full tensor that contains the whole slice */
@@ -8140,20 +8357,17 @@ static dt_status dt__rect_copy_rows(dt_weights *w, const dt__weight_rect *r) {
     if (end > (r->at + r->rows) * r->columns) end = (r->at + r->rows) * r->columns;
     dt__slice_walk walk = dt__slice_begin(p->full, p->slice);
     while (dt__slice_next(&walk)) {
-        int64_t g = walk.global < begin ? begin : walk.global;
+        int64_t g = walk.global < begin ? begin : walk.global, n;
         int64_t stop = walk.global + walk.count < end ? walk.global + walk.count : end;
-        while (g < stop) {
-            int64_t row = g / r->columns - r->at, column = g % r->columns,
-                    n = stop - g < max_elements ? stop - g : max_elements;
+        for (; g < stop && w->ctx->status == DT_OK; g += n) {
+            int64_t row = g / r->columns - r->at, column = g % r->columns;
+            n = stop - g < max_elements ? stop - g : max_elements;
             if (r->stride != r->columns && n > r->columns - column) n = r->columns - column;
             int64_t at = (r->row + row) * r->stride + r->column + column,
                     local = walk.local + g - walk.global;
-            if (w->writing && dt__rect_access_param(w, r, local, n, w->staging) != DT_OK)
-                return w->ctx->status;
-            if (dt__rect_access_file(w, r, at, n, w->staging) != DT_OK) return w->ctx->status;
-            if (!w->writing && dt__rect_access_param(w, r, local, n, w->staging) != DT_OK)
-                return w->ctx->status;
-            g += n;
+            if (w->writing) dt__rect_access_param(w, r, local, n, w->staging);
+            if (dt__rect_access_file(w, r, at, n, w->staging) == DT_OK && !w->writing)
+                dt__rect_access_param(w, r, local, n, w->staging);
         }
     }
     return w->ctx->status;
@@ -8174,10 +8388,9 @@ static void dt__copy_strided(
 }
 
 /* Copies one tile of a transposed parameter: rows [row, row + rows) and columns [column, column +
-   columns) of the parameter. Rows of the parameter are columns of the file's matrix. The tile is
-   copied through the staging buffer, so that both the file and the parameter are accessed in
-   contiguous ranges. `local` is the index of the tile's first element in the local slice. `pitch`
-   is the distance in elements between two rows of the local slice. */
+   columns), through the staging buffer, so that both the file and the parameter are accessed in
+   contiguous ranges. `local` is the index of the tile's first element in the local slice, `pitch`
+   the distance in elements between two rows of the local slice. */
 static dt_status dt__rect_copy_tile(dt_weights *w, const dt__weight_rect *r, int64_t row,
     int64_t rows, int64_t column, int64_t columns, int64_t local, int64_t pitch) {
     size_t size = dt_dtype_size(r->param->dtype);
@@ -8202,8 +8415,7 @@ static dt_status dt__rect_copy_tile(dt_weights *w, const dt__weight_rect *r, int
 }
 
 /* Copies a transposed rectangle. All dimensions of the local slice except the last select ranges of
-   the parameter's rows. These ranges are divided into tiles so that the staging buffer can hold a
-   tile and a row of the file's matrix. */
+   the parameter's rows. */
 static dt_status dt__rect_copy_transposed(dt_weights *w, const dt__weight_rect *r) {
     const dt_param_info *p = r->param->param;
     dt_shape lead = p->full;
@@ -8233,8 +8445,9 @@ static dt_status dt__rect_copy_transposed(dt_weights *w, const dt__weight_rect *
     return w->ctx->status;
 }
 
-static dt_status dt__weights_copy_param(dt_weights *w, const char *func, int writing,
-    dt_tensor *param, int64_t columns, const dt_weight_part *parts, int n) {
+static dt_status dt__weights_copy_param(dt_weights *w, int writing, dt_tensor *param,
+    int64_t columns, const dt_weight_part *parts, int n) {
+    const char *func = writing ? "dt_weights_save" : "dt_weights_load";
     dt__weight_rect r;
     memset(&r, 0, sizeof r);
     if (!w || w->ctx->status != DT_OK) return w ? w->ctx->status : DT_ERR_ARG;
@@ -8274,22 +8487,20 @@ static dt_status dt__weights_copy_param(dt_weights *w, const char *func, int wri
         r.at += r.rows;
     }
     dt__bucket_release(ctx, p->bucket, !writing, gathered);
-    return r.at == dt_count(p->full) / r.columns ? DT_OK
-                                                 : dt_fail(ctx, DT_ERR_ARG,
-                                                       "%s(%s): the parts are %lld of "
-                                                       "%lld rows",
-                                                       func, param->name, (long long)r.at,
-                                                       (long long)(dt_count(p->full) / r.columns));
+    return r.at == dt_count(p->full) / r.columns
+               ? DT_OK
+               : dt_fail(ctx, DT_ERR_ARG, "%s(%s): the parts are %lld of %lld rows", func,
+                     param->name, (long long)r.at, (long long)(dt_count(p->full) / r.columns));
 }
 
 dt_status dt_weights_load(
     dt_weights *w, dt_tensor *param, int64_t columns, const dt_weight_part *parts, int n) {
-    return dt__weights_copy_param(w, "dt_weights_load", 0, param, columns, parts, n);
+    return dt__weights_copy_param(w, 0, param, columns, parts, n);
 }
 
 dt_status dt_weights_save(
     dt_weights *w, dt_tensor *param, int64_t columns, const dt_weight_part *parts, int n) {
-    return dt__weights_copy_param(w, "dt_weights_save", 1, param, columns, parts, n);
+    return dt__weights_copy_param(w, 1, param, columns, parts, n);
 }
 
 // ---- Writing
@@ -8329,10 +8540,7 @@ int dt_weights_declare(dt_weights *w, const char *name, dt_dtype dtype, dt_shape
             dt__shape_text(shape).s, reason);
         return -1;
     }
-    while (!dt__types[t.type].readable || dt__types[t.type].dtype != dtype) t.type++;
-    t.t.type = dt__types[t.type].name;
-    t.t.readable = 1;
-    t.t.dtype = dtype;
+    dt__weight_set_type(&t, dt__type_of(dtype));
     t.t.shape = shape;
     t.t.count = t.expected = dt_count(shape);
     t.bytes = t.t.count * (int64_t)dt_dtype_size(dtype);
@@ -8366,8 +8574,7 @@ static dt_status dt__safetensors_assign_files(dt_weights *w) {
     return w->ctx->status;
 }
 
-/* Creates file f under its temporary name and writes the file's header, of head_bytes bytes. The
-   tensors' elements are zero until dt_weights_write sets them. */
+/* Creates file f under its temporary name and writes the file's header, of head_bytes bytes. */
 static dt_status dt__weights_create_file(dt_weights *w, int f, int64_t head_bytes) {
     dt__weight_file *file = &w->file[f];
     dt__weights_close_file(w);
@@ -8379,8 +8586,8 @@ static dt_status dt__weights_create_file(dt_weights *w, int f, int64_t head_byte
     return dt__writer_check(w->ctx, &w->writer, NULL);
 }
 
-/* Makes the header of file f, which lists the file's tensors in the order of w->order. Sets the
-   tensors' offsets. Creates the file unless the handle has a sink. */
+/* Makes the header of file f, with its tensors in the order of w->order, and sets their offsets.
+   Creates the file unless the handle has a sink. */
 static dt_status dt__safetensors_write_header(dt_weights *w, int f) {
     dt__weight_file *file = &w->file[f];
     dt_json_out out = { w->ctx, NULL, 0, 0 };
@@ -8421,22 +8628,21 @@ static dt_status dt__safetensors_write_header(dt_weights *w, int f) {
 }
 
 static dt_status dt__llmc_write_header(dt_weights *w) {
-    const dt_llmc *m = &w->desc.llmc;
-    int32_t words[8] = { DT__LLMC_MAGIC, m->version, m->seq, m->vocab, m->layers, m->heads,
-        m->width, m->padded_vocab };
+    int32_t magic = DT__LLMC_MAGIC;
     dt__weight_file *file =
         dt__weights_add_file(w, dt__concat_text(w->ctx, w->path, strlen(w->path), ""));
     if (!file ||
         !(file->header = (char *)dt__host_zeroed(w->ctx, DT__LLMC_HEADER_BYTES, "a header")))
         return w->ctx->status;
-    memcpy(file->header, words, sizeof words);
+    memcpy(file->header, &magic, sizeof magic);
+    memcpy(file->header + sizeof magic, &w->desc.llmc, sizeof w->desc.llmc);
     file->header_bytes = DT__LLMC_HEADER_BYTES;
     file->bytes = w->weight[15].offset + w->weight[15].bytes;
     return w->sink.put ? w->ctx->status : dt__weights_create_file(w, 0, DT__LLMC_HEADER_BYTES);
 }
 
-/* Fixes the layout at the first write, after which no tensor can be declared: assigns the tensors
-   to files, sets their offsets and writes the headers. Later calls do nothing. */
+/* Fixes the layout at the first write: assigns the tensors to files, sets their offsets and writes
+   the headers. Later calls do nothing. */
 static dt_status dt__weights_layout(dt_weights *w) {
     if (w->layout_done || w->ctx->status != DT_OK || dt__weights_sort_names(w) != DT_OK)
         return w->ctx->status;
@@ -8452,37 +8658,6 @@ static dt_status dt__weights_layout(dt_weights *w) {
     return w->ctx->status;
 }
 
-dt_status dt_weights_write(
-    dt_weights *w, int index, int64_t first, int64_t count, dt_dtype from, const void *host) {
-    dt_status status = dt__weights_check_range(w, "dt_weights_write", 1, index, first, count, from);
-    if (status != DT_OK || dt__weights_layout(w) != DT_OK) return w ? w->ctx->status : status;
-    dt__weight *t = &w->weight[index];
-    const char *path = w->file[t->file].temp;
-    int64_t size = (int64_t)dt_dtype_size(t->t.dtype), at = t->offset + first * size;
-    int64_t step = from != t->t.dtype ? DT__CONVERT_BYTES / size : count;
-    if (count > t->t.count - t->written)
-        return dt_fail(w->ctx, DT_ERR_ARG, "dt_weights_write(%s): elements were written twice",
-            dt__printable_name(t->t.name).s);
-    if (!w->sink.put && dt__weights_use_file(w, t->file) != DT_OK) return w->ctx->status;
-    if (from != t->t.dtype && !dt__weights_buffer(w, &w->convert_buffer, DT__CONVERT_BYTES))
-        return w->ctx->status;
-    for (int64_t done = 0; done < count; done += step) {
-        int64_t n = count - done < step ? count - done : step;
-        const char *in = (const char *)host + (size_t)done * dt_dtype_size(from);
-        if (from != t->t.dtype) {
-            dt__convert(t->t.dtype, w->convert_buffer, from, in, n);
-            in = w->convert_buffer;
-        }
-        if (w->sink.put)
-            w->sink.put(w->sink.user, index, first + done, n, in, at + done * size);
-        else
-            dt__writer_write(&w->writer, path, w->fd, in, n * size, at + done * size);
-    }
-    if (dt__writer_check(w->ctx, &w->writer, NULL) != DT_OK) return w->ctx->status;
-    t->written += count;
-    return DT_OK;
-}
-
 static dt_status dt__index_write(dt_weights *w) {
     dt_json_out out = { w->ctx, NULL, 0, 0 };
     char *path = dt__concat_text(w->ctx, w->path, strlen(w->path), ".index.json");
@@ -8495,8 +8670,7 @@ static dt_status dt__index_write(dt_weights *w) {
     dt_json_open(&out, "weight_map", '{');
     for (int i = 0; i < w->weights; i++) {
         const dt__weight *t = &w->weight[w->order[i]];
-        const char *file = w->file[t->file].path, *slash = strrchr(file, '/');
-        dt_json_put_string(&out, t->t.name, slash ? slash + 1 : file);
+        dt_json_put_string(&out, t->t.name, dt__path_name(w->file[t->file].path));
     }
     dt_json_close(&out, '}');
     dt_json_close(&out, '}');
@@ -8511,8 +8685,7 @@ static dt_status dt__index_write(dt_weights *w) {
     return w->ctx->status;
 }
 
-/* Checks that all elements were written, then syncs the files and renames them from their temporary
-   to their final names. */
+/* Checks that all elements were written, then syncs and renames the files. */
 static dt_status dt__weights_commit(dt_weights *w) {
     if (dt__weights_layout(w) != DT_OK) return w->ctx->status;
     for (int i = 0; i < w->weights; i++) {
@@ -8539,16 +8712,16 @@ dt_status dt_weights_close(dt_weights *w) {
     return ctx->status;
 }
 
-// ==== 25. Arithmetic on the CPU =================================================================
+// ==== 26. Arithmetic on the CPU =================================================================
 
-/* Code that sections 26 to 30 share: elementary functions, block sizes and scratch sizes, and loops
+/* Code that sections 27 to 31 share: elementary functions, block sizes and scratch sizes, and loops
    over strided arrays.
 
    Summation order. A result must not depend on the number of threads. Outside the micro-kernel of
-   section 26 it must not depend on the instruction set either. Therefore, in the rest of this file,
-   the compiler must not contract a product and a sum to a fused multiply-add (fp-contract=off), and
-   every sum has a fixed number of lanes. Each result is computed by one thread: the terms of a sum
-   are never divided among threads. */
+   section 27 and the exponential of section 29 it must not depend on the instruction set either.
+   Therefore, in the rest of this file, the compiler must not contract a product and a sum to a
+   fused multiply-add (fp-contract=off), and every sum has a fixed number of lanes. Each result is
+   computed by one thread: the terms of a sum are never divided among threads. */
 
 /* Turns off contraction and some optimizations. clang obeys the standard pragma; gcc ignores that
    pragma and has the option fp-contract instead. The other options change no value.
@@ -8693,8 +8866,7 @@ static void *dt__align64(void *p) { return (char *)p + (64 - ((uintptr_t)p & 63)
 #endif
 
 /* With DT_USE_OMP, matrix products, attention and elementwise kernels divide their results among
-   OpenMP threads. Each result is computed by one thread, in the same order as without OpenMP, so
-   the bits do not change. */
+   OpenMP threads. The bits do not change. */
 #ifdef DT_USE_OMP
 #include <omp.h>
 #define DT__PARALLEL _Pragma("omp parallel for schedule(static) num_threads(dt__omp_threads())")
@@ -8716,7 +8888,7 @@ static int dt__bf16_pairs_are_fast(void) {
 }
 #endif
 
-/* Block sizes of the matrix product (section 26). The block sizes decide which data stays in which
+/* Block sizes of the matrix product (section 27). The block sizes decide which data stays in which
    cache and change no bit of the result. */
 enum {
     DT__MAX_KC = 512, /* most steps of K in a block; a panel of A of 14 x 512 floats has 28 KB */
@@ -8768,12 +8940,12 @@ size_t dt_row_work(int64_t cols, dt_dtype dtype) {
 /* The maximum number of columns of a tile. */
 enum { DT__LANES = 32 };
 
-/* The size of a block of queries and of a tile of keys in attention (section 28). The borders
+/* The size of a block of queries and of a tile of keys in attention (section 29). The borders
    decide the order of the sums. A tile of keys is read again for every block of queries, from
    strided rows that the L2 cache may no longer hold. Many queries in a block make this rare. */
 enum { DT__QUERY_BLOCK = 256, DT__KEY_TILE = 64 };
 
-/* The scratch memory holds the arrays of the struct attention_work of section 28, whose elements
+/* The scratch memory holds the arrays of the struct attention_work of section 29, whose elements
    have the compute type: 9 arrays for a block and a tile, and the gradients of tk keys and values.
    */
 size_t dt_attention_work(int64_t tk, int64_t dim, dt_dtype dtype) {
@@ -8847,13 +9019,12 @@ DT__CPP_WARNINGS_ON
 #endif /* DT_TENSOR_IMPL */
 
 #ifdef DT__BITS
-/* Section 25 includes this part of the file once for every compute type and instruction set.
+/* Section 31 includes this part of the file once for every compute type and instruction set.
    DT__BITS selects the compute type (32 for float, 64 for double, 1 for int32_t) and DT__ISA the
    instruction set. DT__K(name) appends the type and the instruction set to a name. DT__FN begins
    every function. The loops are plain C that the compiler vectorizes (-O3). Intrinsics are used
    only in the micro-kernel of the matrix product, transpositions, square roots and non-temporal
-   stores. Outside the micro-kernel, no operation is contracted to a fused multiply-add and sums
-   have a fixed number of lanes, so every instruction set gives the same bits. */
+   stores. */
 #define DT__JOIN2(name, suffix) dt__##name##suffix
 #define DT__JOIN(name, suffix) DT__JOIN2(name, suffix)
 #define DT__K(name) DT__JOIN(name, DT__SUFFIX)
@@ -9177,7 +9348,7 @@ DT__FN void DT__K(act_back)(
 #undef DT__GELU_A
 #undef DT__GELU_B
 
-// ==== 26. Matrix product on the CPU =============================================================
+// ==== 27. Matrix product on the CPU =============================================================
 
 /* GEMM: C = A B. The naive product (matmul_naive) computes each element as a dot product over K, as
    in the definition, and reads all of B from memory for every row of A. The fast product
@@ -9250,13 +9421,13 @@ DT__FN inline __attribute__((always_inline)) void DT__K(epilogue_rows)(const dt_
 }
 
 /* Runs the epilogue for the tile at row i0, column j0 of one matrix of the batch. Does nothing if
-   the tile lies in C itself and no fusion is set. */
+   the tile lies in C itself and no fusion is set. A C of 16-bit elements never holds a tile, but an
+   address computed as if it did may be the address of the tile. */
 DT__FN void DT__K(matmul_epilogue)(const dt_matmul_args *a, int64_t batch, int64_t i0, int64_t j0,
     int64_t rows, int64_t cols, DT__REAL *tile, int64_t ld) {
     int64_t at = batch * a->stride_c + i0 * a->ldc + j0;
-    if (tile == (DT__REAL *)a->c + at && !a->bias && !a->pre_activation && !a->activation &&
-        !a->residual)
-        return;
+    int in_place = !dt__narrow(dt__wide(a->dtype, a->wide)) && tile == (DT__REAL *)a->c + at;
+    if (in_place && !a->bias && !a->pre_activation && !a->activation && !a->residual) return;
     if (cols == DT__NR)
         DT__K(epilogue_rows)(a, at, j0, rows, DT__NR, tile, ld);
     else
@@ -9291,12 +9462,12 @@ DT__FN void DT__K(matmul_naive)(const dt_matmul_args *a, int64_t batch) {
 }
 
 /* Micro-kernel. Computes tile(R,NR) += panel_a(k,R)^T panel_b(k,NR): each of the k steps adds an
-   outer product. R is DT__MR for the matrix product and DT__ATTENTION_MR for attention. Rows of
-   panel_a (parameter `a`) are `step` elements apart, rows of the tile are `ld` elements apart. The
-   2 x R vectors of sums stay in registers; the sums start at zero if `fresh` is set, else at the
-   tile's values. Every element is one chain of multiply-adds, in the order of the steps. Unless
-   prefetch_stride is 0, the micro-kernel also prefetches the data that will be packed next: one
-   cache line every 8 steps, starting at `prefetch`, and prefetch_stride bytes apart. */
+   outer product. R is DT__MR. Rows of panel_a (parameter `a`) are `step` elements apart, rows of
+   the tile are `ld` elements apart. The 2 x R vectors of sums stay in registers; the sums start at
+   zero if `fresh` is set, else at the tile's values. Every element is one chain of multiply-adds,
+   in the order of the steps. Unless prefetch_stride is 0, the micro-kernel also prefetches the data
+   that will be packed next: one cache line every 8 steps, starting at `prefetch`, and
+   prefetch_stride bytes apart. */
 #define DT__MICRO_ZERO(i) DT__V c##i##_0 = DT__ZERO, c##i##_1 = DT__ZERO;
 #define DT__MICRO_LOAD(i) \
     c##i##_0 = DT__LOAD(tile + i * ld); \
@@ -9754,12 +9925,11 @@ DT__FN dt_status DT__K(matmul)(const dt_matmul_args *a) {
 }
 #endif
 
-// ==== 27. CPU kernels: elementwise, rows, norms =================================================
+// ==== 28. CPU kernels: elementwise, rows, norms =================================================
 
-/* The kernels of section 2 in plain C, compiled for float and double and for every instruction set.
-   Most kernels work in strips: load widens bf16 and f16 to the compute type, the loop computes,
-   store rounds once. A sum of n elements is computed in 16 lanes. At the end the upper half of the
-   lanes is added to the lower half until one lane is left:
+/* The kernels of section 2. Most kernels work in strips: load widens bf16 and f16 to the compute
+   type, the loop computes, store rounds once. A sum of n elements is computed in 16 lanes. At the
+   end the upper half of the lanes is added to the lower half until one lane is left:
 
        lane l  = x[l] + x[l+16] + x[l+32] + ...
        lane l += lane l+8,  then l+4,  then l+2,  then l+1
@@ -9853,10 +10023,9 @@ DT__FN dt_status DT__K(reduce)(const dt_reduce_args *a) {
 
 DT__FN dt_status DT__K(permute)(const dt_permute_args *a) {
     DT__REAL buf[DT__STRIP];
-    int64_t in, out, last = a->shape.nd ? a->shape.nd - 1 : 0;
-    int64_t in_step = a->shape.nd ? a->in_stride[last] : 1,
-            out_step = a->shape.nd ? a->out_stride[last] : 1;
     dt__strips r = dt__strips_begin(a->shape);
+    int64_t in, out, last = r.shape.nd - 1, in_step = a->in_stride[last],
+                     out_step = a->out_stride[last];
     while (dt__strips_next(&r, a->in_stride, a->out_stride, &in, &out)) {
         const DT__REAL *x = DT__K(load_strided)(a->dtype, a->in, in, in_step, r.n, buf);
         int64_t n = out_step == 1 ? r.n : 1; /* number of elements that each call stores */
@@ -9946,10 +10115,9 @@ DT__FN dt_status DT__K(init)(const dt_init_args *a) {
 
 DT__FN dt_status DT__K(binary)(const dt_binary_args *a) {
     DT__REAL out[DT__STRIP], buf_x[DT__STRIP], buf_y[DT__STRIP];
-    int64_t at_x, at_y, last = a->shape.nd ? a->shape.nd - 1 : 0;
-    int64_t step_x = a->shape.nd ? a->stride_a[last] : 1,
-            step_y = a->shape.nd ? a->stride_b[last] : 1;
     dt__strips r = dt__strips_begin(a->shape);
+    int64_t at_x, at_y, last = r.shape.nd - 1, step_x = a->stride_a[last],
+                        step_y = a->stride_b[last];
     while (dt__strips_next(&r, a->stride_a, a->stride_b, &at_x, &at_y)) {
         const DT__REAL *x = DT__K(load_strided)(a->dtype, a->a, at_x, step_x, r.n, buf_x);
         const DT__REAL *y = DT__K(load_strided)(a->dtype, a->b, at_y, step_y, r.n, buf_y);
@@ -9980,9 +10148,8 @@ DT__FN dt_status DT__K(unary)(const dt_unary_args *a) {
     for (int64_t at = 0; at < count; at += DT__STRIP) {
         DT__REAL out[DT__STRIP], buf[DT__STRIP];
         int64_t n = count - at < DT__STRIP ? count - at : DT__STRIP;
-        DT__K(act)
-        (a->act, DT__K(load)(a->dtype, a->in, at, n, buf), n, out, (DT__REAL)a->scale,
-            (DT__REAL)a->shift);
+        const DT__REAL *x = DT__K(load)(a->dtype, a->in, at, n, buf);
+        DT__K(act)(a->act, x, n, out, (DT__REAL)a->scale, (DT__REAL)a->shift);
         DT__K(store)(a->dtype, a->out, at, n, out, 0);
     }
     return DT_OK;
@@ -9996,8 +10163,8 @@ DT__FN dt_status DT__K(unary_back)(const dt_unary_back_args *a) {
         DT__REAL dx[DT__STRIP], buf_x[DT__STRIP], buf_d[DT__STRIP];
         int64_t n = count - at < DT__STRIP ? count - at : DT__STRIP;
         const DT__REAL *x = a->in ? DT__K(load)(a->dtype, a->in, at, n, buf_x) : NULL;
-        DT__K(act_back)
-        (a->act, x, DT__K(load)(a->dtype, a->dout, at, n, buf_d), n, dx, (DT__REAL)a->scale);
+        const DT__REAL *dout = DT__K(load)(a->dtype, a->dout, at, n, buf_d);
+        DT__K(act_back)(a->act, x, dout, n, dx, (DT__REAL)a->scale);
         DT__K(store)(a->dtype, a->dx, at, n, dx, a->accumulate);
     }
     return DT_OK;
@@ -10012,8 +10179,8 @@ DT__FN dt_status DT__K(glu)(const dt_glu_args *a) {
     for (int64_t r = 0; r < (int64_t)a->rows; r++) {
         for (int64_t c = 0; c < cols; c += DT__STRIP) {
             int64_t n = cols - c < DT__STRIP ? cols - c : DT__STRIP;
-            DT__K(act)
-            (a->act, DT__K(load)(a->dtype, a->in, 2 * r * cols + c, n, buf), n, out, 1, 0);
+            const DT__REAL *gate = DT__K(load)(a->dtype, a->in, 2 * r * cols + c, n, buf);
+            DT__K(act)(a->act, gate, n, out, 1, 0);
             const DT__REAL *up = DT__K(load)(a->dtype, a->in, (2 * r + 1) * cols + c, n, buf);
             for (int64_t i = 0; i < n; i++) out[i] *= up[i];
             DT__K(store)(a->dtype, a->out, r * cols + c, n, out, 0);
@@ -10112,10 +10279,9 @@ DT__FN dt_status DT__K(max)(const dt_max_args *a) {
 
 DT__FN dt_status DT__K(scatter)(const dt_scatter_args *a) {
     int64_t n = (int64_t)a->n, k = (int64_t)a->k, inner = (int64_t)a->inner;
-    DT__REAL zero[DT__STRIP] = { 0 }, one;
-    for (int64_t at = 0, all = (int64_t)a->outer * n * inner; at < all && !a->accumulate;
-         at += DT__STRIP)
-        DT__K(store)(a->dtype, a->out, at, all - at < DT__STRIP ? all - at : DT__STRIP, zero, 0);
+    dt_fill_args zeros = { a->dtype, a->out, a->outer * a->n * a->inner, 0 };
+    DT__REAL one;
+    if (!a->accumulate) DT__K(fill)(&zeros);
     for (int64_t o = 0; o < (int64_t)a->outer; o++) {
         for (int64_t j = 0; j < k * inner; j++) {
             int64_t to = a->index[o * k * inner + j];
@@ -10340,7 +10506,7 @@ DT__FN dt_status DT__K(embedding_back)(const dt_embedding_back_args *a) {
 
 #endif /* floating types */
 
-// ==== 28. CPU kernels: attention ================================================================
+// ==== 29. CPU kernels: attention ================================================================
 
 /* Attention: out = softmax(scale q k^T) v. The naive version computes this definition.
    Flash attention, arXiv:2205.14135, computes the same result from tiles of keys, and never stores
@@ -10362,7 +10528,7 @@ DT__FN dt_status DT__K(embedding_back)(const dt_embedding_back_args *a) {
                   +------+------+------+      all keys needs no mask.
 
    One micro-kernel computes all products. It reads its first operand with any strides, so nothing
-   is transposed except q and dout, once per block of queries:
+   is transposed except q, dout, out and dq, once per block of queries:
 
        product                               first operand, one value at a time    vectors
        scores^T (keys,queries)  = k q^T      k, row by row                         q^T
@@ -10539,7 +10705,7 @@ typedef struct dt__visible {
 } dt__visible;
 
 /* Makes the block that begins with query `first` of key/value head kv of sequence s. Lanes after
-   the last query repeat it, so that they see nothing that no query sees. */
+   the last query copy its position and document, so they widen no range of visible keys. */
 static void dt__query_block_make(dt__query_block *b, const dt_attention_args *a, int64_t s,
     int64_t kv, int64_t first, int64_t nr) {
     int64_t group = a->heads / a->kv_heads, left = group * a->tq - first;
@@ -10718,6 +10884,33 @@ DT__FN void DT__K(weighted_sums)(DT__REAL *to, const DT__K(attention_work) * w,
         factor);
 }
 
+/* Returns e^x for x <= 0, which all arguments of the softmax are, up to rounding; NaN for NaN. With
+   fused multiply-adds the chain of dependent operations is half as long as that of dt__expf, which
+   must not use them. Results below 2^-126.5, which dt__expf computes as subnormal numbers,
+   are 0. */
+#if DT__BITS == 32 && DT__ISA != 0
+DT__FN inline float DT__K(softmax_exp)(float x) {
+    const float magic = 12582912.0f; /* x + magic rounds x to an integer, in the low bits */
+    x = x < -88.0f ? -88.0f : x;
+    float shifted = __builtin_fmaf(x, 1.44269504f, magic), n = shifted - magic, power;
+    float r = __builtin_fmaf(n, -0.693359375f, x);
+    r = __builtin_fmaf(n, 2.12194440e-4f, r);
+    float p = __builtin_fmaf(1.9875691500e-4f, r, 1.3981999507e-3f);
+    p = __builtin_fmaf(p, r, 8.3334519073e-3f);
+    p = __builtin_fmaf(p, r, 4.1665795894e-2f);
+    p = __builtin_fmaf(p, r, 1.6666665459e-1f);
+    p = __builtin_fmaf(p, r, 5.0000001201e-1f);
+    p = __builtin_fmaf(p, r * r, r) + 1.0f;
+    uint32_t bits;
+    memcpy(&bits, &shifted, 4);
+    bits = (bits - 0x4b400000u + 127) << 23; /* the bits of 2^n, or of 0 if n is -127 */
+    memcpy(&power, &bits, 4);
+    return p * power;
+}
+#else
+DT__FN inline DT__REAL DT__K(softmax_exp)(DT__REAL x) { return DT__EXP(x); }
+#endif
+
 /* Online softmax of a tile for NR lanes. Replaces the scores s in w->p by p = e^(s - m'), and
    updates m and l. factor[l] receives e^(m - m'). */
 DT__FN void DT__K(softmax_tile)(DT__K(attention_work) * w, const dt_attention_args *a,
@@ -10740,7 +10933,7 @@ DT__FN void DT__K(softmax_tile)(DT__K(attention_work) * w, const dt_attention_ar
     }
     row = first;
     for (int64_t j = 0; j < v.end; j++, row += DT__QUERY_BLOCK) {
-        for (int l = 0; l < DT__NR; l++) row[l] = DT__EXP(row[l] - max[l]);
+        for (int l = 0; l < DT__NR; l++) row[l] = DT__K(softmax_exp)(row[l] - max[l]);
         for (int l = 0; l < DT__NR; l++) sum[l] += row[l];
     }
     for (int l = 0; l < DT__NR; l++) w->sum[lane + l] = w->sum[lane + l] * factor[l] + sum[l];
@@ -10863,7 +11056,7 @@ DT__FN void DT__K(softmax_back_tile)(const DT__K(attention_work) * w, const dt_a
         }
         if (j >= v.unmasked) DT__K(mask_row)
         (p, &a->mask, b->position + lane, b->document + lane, t, j);
-        for (int l = 0; l < DT__NR; l++) p[l] = DT__EXP(p[l] - lse[l]);
+        for (int l = 0; l < DT__NR; l++) p[l] = DT__K(softmax_exp)(p[l] - lse[l]);
         for (int l = 0; l < DT__NR; l++) ds[l] = p[l] * (ds[l] - mean[l]);
     }
 }
@@ -10982,7 +11175,7 @@ DT__FN dt_status DT__K(attention_back)(const dt_attention_back_args *g) {
 }
 #endif
 
-// ==== 29. CPU kernels: losses and optimizers ====================================================
+// ==== 30. CPU kernels: losses and optimizers ====================================================
 
 #if DT__BITS != 1
 /* Log-sum-exp: returns max + log(sum of e^(x - max)). The largest term is 1, so nothing overflows.
@@ -10998,34 +11191,6 @@ DT__FN double DT__K(log_sum_exp)(const DT__REAL *x, int64_t n) {
         sum += partial;
     }
     return (double)max + log(sum);
-}
-
-DT__FN double DT__K(mean_of)(const DT__REAL *x, int64_t n) {
-    double total;
-    DT__SUM(double, total, n, (double)x[j]);
-    return total / (double)n;
-}
-
-/* Vocabulary-parallel cross-entropy, the part of one rank. Computes two values for each row: the
-   log-sum-exp over this rank's columns, and the sum over this rank's columns of target probability
-   times logit. cross_entropy_merge combines the values of all ranks. */
-DT__FN dt_status DT__K(cross_entropy_partial)(const dt_cross_entropy_args *a) {
-    int64_t cols = (int64_t)a->cols, vocab = (int64_t)a->vocab;
-    for (size_t r = 0; r < a->rows; r++) {
-        const DT__REAL *x = DT__K(load)(
-            a->dtype, a->logits, (int64_t)r * cols, cols, (DT__REAL *)dt__align64(a->work));
-        int64_t label = a->labels[r], column = label - a->offset;
-        double target = 0;
-        if (label >= a->full_vocab) return DT_ERR_ARG;
-        if (label >= 0 && column >= 0 && column < vocab)
-            target = (1 - a->smoothing) * (double)x[column];
-        if (label >= 0 && a->smoothing > 0 && vocab > 0)
-            target +=
-                a->smoothing * (DT__K(mean_of)(x, vocab) * ((double)vocab / (double)a->full_vocab));
-        a->partial[2 * r] = label < 0 ? 0 : vocab > 0 ? DT__K(log_sum_exp)(x, vocab) : -INFINITY;
-        a->partial[2 * r + 1] = target;
-    }
-    return DT_OK;
 }
 
 /* Combines the partial results of all ranks into the loss. For each row, lse = max + log(sum over
@@ -11052,27 +11217,38 @@ DT__FN dt_status DT__K(cross_entropy_merge)(const dt_cross_entropy_merge_args *a
     return DT_OK;
 }
 
+/* Computes three values for each row: lse, the log-sum-exp over the columns; `on`, the label's
+   target probability times its logit, if the label is one of the columns; and `off`, the sum of the
+   target probability of smoothing times logit. If the vocabulary is not sharded, the loss is
+   lse - on - off. Otherwise cross_entropy_merge combines the values of all shards. */
 DT__FN dt_status DT__K(cross_entropy)(const dt_cross_entropy_args *a) {
     double total = 0, squares = 0, s = a->smoothing;
-    int64_t cols = (int64_t)a->cols, vocab = a->vocab ? (int64_t)a->vocab : cols;
+    int64_t cols = (int64_t)a->cols, vocab = a->vocab || a->partial ? (int64_t)a->vocab : cols;
+    int64_t all = a->partial ? a->full_vocab : vocab, offset = a->partial ? a->offset : 0;
     if (!a->work || a->work_bytes < dt_row_work(cols, a->dtype) || vocab > cols) return DT_ERR_ARG;
-    if (a->partial) return DT__K(cross_entropy_partial)(a);
     for (size_t r = 0; r < a->rows; r++) {
         const DT__REAL *x = DT__K(load)(
             a->dtype, a->logits, (int64_t)r * cols, cols, (DT__REAL *)dt__align64(a->work));
-        int64_t label = a->labels[r];
-        double lse = 0, loss = 0;
-        if (label >= vocab) return DT_ERR_ARG;
-        if (label >= 0) {
-            lse = DT__K(log_sum_exp)(x, vocab);
-            loss = s > 0 ? lse - (1 - s) * (double)x[label] - s * DT__K(mean_of)(x, vocab)
-                         : lse - (double)x[label];
+        int64_t label = a->labels[r], column = label - offset;
+        double lse = 0, on = 0, off = 0;
+        if (label >= all) return DT_ERR_ARG;
+        if (label >= 0) lse = vocab > 0 ? DT__K(log_sum_exp)(x, vocab) : -INFINITY;
+        if (label >= 0 && column >= 0 && column < vocab) on = (1 - s) * (double)x[column];
+        if (label >= 0 && s > 0) {
+            DT__SUM(double, off, vocab, (double)x[j]);
+            off = s * (off / (double)all);
+        }
+        if (a->partial) {
+            a->partial[2 * r] = lse;
+            a->partial[2 * r + 1] = on + off;
+            continue;
         }
         ((DT__REAL *)a->lse)[r] = (DT__REAL)lse;
-        a->row_loss[r] = loss;
-        total += loss;
+        a->row_loss[r] = lse - on - off;
+        total += a->row_loss[r];
         squares += lse * lse;
     }
+    if (a->partial) return DT_OK;
     *a->loss = (a->accumulate ? *a->loss : 0) + total / a->denominator;
     if (a->z_loss) *a->z_loss = (a->accumulate ? *a->z_loss : 0) + squares / a->denominator;
     return DT_OK;
@@ -11280,7 +11456,7 @@ DT__FN dt_status DT__K(sign_unpack)(const dt_sign_unpack_args *a) {
 #undef DT__SUM
 #endif /* floating types */
 
-/* The kernels of this compute type and instruction set. dt__variant_of (section 30) chooses among
+/* The kernels of this compute type and instruction set. dt__variant_of (section 31) chooses among
    these tables. */
 #if DT__BITS == 1
 #define DT__VARIANT_ENTRY(k) NULL,
@@ -11330,9 +11506,9 @@ DT__CPP_WARNINGS_OFF
 extern "C" {
 #endif
 
-// ==== 30. The CPU kernel table ==================================================================
+// ==== 31. The CPU kernel table ==================================================================
 
-/* Includes sections 26 to 29, and the end of 25, once for each compute type and instruction set:
+/* Includes sections 27 to 30, and the end of 26, once for each compute type and instruction set:
 
        i32 plain | f32, f64 plain | f32, f64 AVX2 or NEON | f32, f64 AVX-512
 
@@ -11472,11 +11648,11 @@ DT__CPP_WARNINGS_ON
 #endif /* DT__TENSOR_TABLE */
 
 /* HISTORY
-     0.2.0   names replaced by the usual terms, old -> new:
-             dt_unit* -> dt_bucket* (kept -> shard, first -> shard_offset, run -> shard_count,
-             passing -> micro_grad), dt_units_desc.elsewhere -> .offloaded, .hand_over ->
-             .reduce_each_micro; dt_box -> dt_local_slice; dt_cut -> dt_shard_spec, cuts -> shards;
-             dt_mark -> dt_grad_placement, DT_PART -> DT_GRAD_PARTIAL, DT_SAME ->
+     0.2.0   names replaced by the usual terms, old -> new: dt_unit* -> dt_bucket* (kept -> shard,
+             first -> shard_offset, run -> shard_count, passing -> micro_grad, over -> grad_state),
+             dt_units_desc.elsewhere -> .offloaded, .hand_over -> dt_bucket.reduce_each_micro,
+             .shard sets the fields of a bucket; dt_box -> dt_local_slice; dt_cut -> dt_shard_spec,
+             cuts -> shards; dt_mark -> dt_grad_placement, DT_PART -> DT_GRAD_PARTIAL, DT_SAME ->
              DT_GRAD_REPLICATED; dt_sight -> dt_attention_mask; DT_RUN -> DT_PIECE; dt_tensor: room,
              brief, maker -> arena, transient, producer; dt_node: blind, remake -> unread_inputs,
              recompute; dt_param_info: box, unit -> slice, bucket; dt_json_shut -> dt_json_close,
@@ -11484,8 +11660,9 @@ DT__CPP_WARNINGS_ON
              cross_entropy_merge; dt_ctx_desc.place -> local_rank; dt_listener.settle -> drain;
              dt_loss_part -> dt_vocab_shard (parts, first, all -> count, offset, full_vocab).
              dt_io.open takes a dt_io_mode in place of 0, 1 and DT_IO_NEW. New: dt_io.remove_folder,
-             dt_printable, dt_new_transient, dt_record_desc.recompute, dt_block_desc.keep. Under
-             dt_no_grad a block drops what it made
+             dt_printable, dt_new_transient, dt_record_desc.recompute and .unread_inputs,
+             dt_block_desc.keep, dt_embedding_bag, dt_grouped_linear. Under dt_no_grad a block drops
+             what it made
      0.1.0   one rank: tensors, tape, blocks, units, memory account, CPU kernels, JSON, weight files
 
    LICENCE: your choice of A or B.

@@ -493,6 +493,7 @@ DT_API dt_zero_bytes dt_zero_formula(dt_zero_formula_desc desc);
 
 DT__CPP_WARNINGS_OFF
 
+#include <limits.h>
 #include <sys/resource.h>
 
 #ifdef __cplusplus
@@ -590,42 +591,17 @@ typedef struct dt__zero_groups {
 enum { DT__DENSE = 0, DT__EXPERTS, DT__KINDS };
 enum { DT__COMPARE_TP = DT__KINDS, DT__COMPARE_PP }; /* further kinds for dt__compare_ranks */
 
-/* Training state of one bucket. The gradient of a bucket goes through these states in each step:
-
-           EMPTY  <----------------------------- dt__zero_step_end -----------------------------+
-             | first micro-batch                                                                |
-             v                   stages 2, 3 and tree: after each but the last micro-batch      |
-           ACCUMULATING  <---------------------------------------------------+                  |
-             | last micro-batch; stages 2, 3 and tree: each micro-batch      |                  |
-             v                                                               |                  |
-           READY  ---- its turn: buckets are reduced from last to first ->  REDUCING -> REDUCED -+
-
-       EMPTY         accumulated = 0
-       ACCUMULATING  accumulated = 1: dt_bucket.grad or grad_shard holds the gradient of at least
-                     one micro-batch; the backward writes the next micro-batch's gradient to
-                     dt_bucket.micro_grad (dt_tensor.h)
-       READY         ready = 1: the gradient is complete (dt__zero_on_grad_ready)
-       REDUCING      `work` is set: the reduction runs while the backward continues
-                     (dt__zero_reduce_start). With `tree` a bucket skips this state, because
-                     dt__grad_tree_reduce completes the reduction before it returns
-       REDUCED       reduced = 1: the gradient is summed over all ranks (dt__zero_reduce_finish) */
+/* A bucket with its training state. */
 typedef struct dt__zero_bucket {
-    dt_bucket *bucket;
+    dt_bucket bucket; /* the first member, so a listener may cast a dt_bucket to this struct */
     dt_comm *data_group, *shard_group, *replica_group;
+    /* tied embeddings: pipeline stages that share the parameters, or NULL */
+    dt_comm *tied_group;
     size_t offset, count; /* the shard that this rank reduces and updates */
     void *state[2];       /* optimizer state: (count) each, of the gradient's type */
     /* Master weights: (count) f32 copy of bf16 or f16 parameters; NULL for other types */
     void *master;
-    /* stages 2, 3: (count) this rank's shard of the step's gradient; the first backward allocates
-       it */
-    void *grad_shard;
-    size_t grad_bytes; /* bytes of grad_shard; 0 if grad_shard is only a buffer for the disk */
-    /* ready: 1 if this micro-batch's gradient is complete. accumulated: 1 if grad_shard holds the
-       sum of earlier micro-batches */
-    int ready, accumulated;
-    int reduced;      /* 1 if this step's gradient is summed over all ranks */
-    void *micro_grad; /* stages 2, 3: this micro-batch's gradient, which is being reduced */
-    dt_work *work;    /* pending collective: a reduction, or an all-gather after the update */
+    dt_work *work; /* pending collective: a reduction, or an all-gather after the update */
     /* stage 3: (padded) the gathered parameters; gather_work writes them */
     void *gathered;
     dt_work *gather_work; /* pending all-gather */
@@ -645,6 +621,23 @@ typedef struct dt__zero_bucket {
     size_t error_bytes[2];
 } dt__zero_bucket;
 
+/* How and when ranks sum a gradient (section 8). */
+typedef struct dt__grad_sum {
+    /* starts to sum a bucket's gradient, (padded) elements, over ranks */
+    dt_status (*reduce)(dt_zero *zero, dt__zero_bucket *z, void *full);
+    /* adds the reduced gradient of a micro-batch to the step's sum */
+    dt_status (*add)(dt_zero *zero, dt__zero_bucket *z);
+    int each_micro;  /* 1: reduces each micro-batch's gradient; 0: their sum, once a step */
+    int replicas;    /* 1: the sum over replicas is a second reduction, once a step */
+    int max_pending; /* reductions that may be pending at the same time */
+} dt__grad_sum;
+
+/* A row of the ZeRO table. 1: each rank of a shard group keeps one shard; 0: each rank keeps all */
+typedef struct dt__zero_stage {
+    const dt__grad_sum *sum;
+    int shard_optim, shard_grads, shard_params;
+} dt__zero_stage;
+
 /* One all-gather of the previous micro-batch: which bucket was gathered, and in which block. The
    next micro-batch prefetches in the same order. */
 typedef struct dt__gather_entry {
@@ -661,18 +654,14 @@ struct dt_zero {
     dt_mesh mesh;
     dt__zero_groups groups[DT__KINDS];
     dt_listener listener;
-    dt__zero_bucket *buckets; /* (n_buckets) */
+    const dt__zero_stage *stage; /* row of dt__zero_stages */
+    const dt__grad_sum *sum;     /* from the row, or the tree */
+    dt__zero_bucket *buckets;    /* (n_buckets) the context's buckets */
     int n_buckets;
-    /* the pipeline stage whose micro-batch is being reduced; -1 if none */
-    int reducing_stage;
-    /* the bucket to reduce next, from the highest index down; -1 when no bucket is left */
-    int next_bucket;
-    int oldest_bucket; /* the bucket whose reduction has been pending longest */
+    int next_bucket; /* the bucket whose reduction starts next; -1 between two backwards */
     int states;
     const dt_kernels *update_kernels; /* kernels of the update */
     void *update_stream;
-    /* 1: the step's gradients have been summed over pipeline stages too */
-    int tied_summed;
     /* (n_stages,3) plans of each pipeline stage: for the forward, for the backward, and for the
        weight half of a split backward */
     dt__gather_plan *gather_plans;
@@ -691,7 +680,6 @@ struct dt_zero {
     int64_t step;
     dt__disk *disk;            /* NVMe offload */
     dt__io_thread *io_thread;  /* NULL until offload or a background save needs it */
-    int storing_bucket;        /* bucket whose gradient is being written to disk; -1 if none */
     dt__offload_chunk *chunks; /* (DT__OFFLOAD_CHUNKS) buffers of the offloaded update */
     size_t chunk_elements, chunk_bytes;
     double loss_scale; /* the current scale; 1 without loss scaling */
@@ -708,14 +696,13 @@ static int dt__onebit_frozen(const dt_zero *zero);
 static dt_status dt__onebit_check(dt_ctx *ctx, const dt_zero_desc *d);
 static dt_status dt__onebit_make(dt_zero *zero);
 static void dt__onebit_free(dt_zero *zero);
-static size_t dt__onebit_error_bytes(const dt_zero *zero, const dt_bucket *bucket);
 static dt_status dt__onebit_square_sums(dt_zero *zero);
 static int dt__onebit_at_fault(dt_zero *zero, const dt_bucket *bucket, size_t piece_index);
 static dt_status dt__onebit_momentum(dt_zero *zero, dt__zero_bucket *z, double grad_scale);
 
 /* Returns the size in bytes of one element of the gradients and of the optimizer state. */
 static size_t dt__zero_element_size(const dt__zero_bucket *z) {
-    return dt_dtype_size(z->bucket->grad_dtype);
+    return dt_dtype_size(z->bucket.grad_dtype);
 }
 
 /* Returns the address of an element of a gradient or of a state array. */
@@ -727,11 +714,11 @@ static void *dt__zero_element(const dt__zero_bucket *z, void *array, size_t elem
    parameters and of the gradient. The parameters must not be on disk. */
 static void *dt__zero_param_shard(const dt__zero_bucket *z) {
     if (z->host_shard) return z->host_shard;
-    return (char *)z->bucket->shard +
-           (z->offset - z->bucket->shard_offset) * dt_dtype_size(z->bucket->dtype);
+    return (char *)z->bucket.shard +
+           (z->offset - z->bucket.shard_offset) * dt_dtype_size(z->bucket.dtype);
 }
 static void *dt__zero_grad_shard(const dt__zero_bucket *z) {
-    return z->grad_shard ? z->grad_shard : dt__zero_element(z, z->bucket->grad, z->offset);
+    return dt__zero_element(z, z->bucket.grad, z->offset - z->bucket.grad_offset);
 }
 
 static int dt__zero_has_master(const dt_bucket *bucket) {
@@ -774,14 +761,9 @@ static const dt__zero_groups *dt__bucket_groups(const dt_zero *zero, const dt_bu
                                                                             : DT__DENSE];
 }
 
-/* Returns the number of shards of a bucket's optimizer state; 1 at stage 0. */
-static int dt__zero_shards(const dt_zero *zero, const dt_bucket *bucket) {
-    return zero->desc.stage >= 1 ? dt_comm_size(dt__bucket_groups(zero, bucket)->shard) : 1;
-}
-
 /* Tied embeddings. Returns the group of pipeline stages that share this bucket's parameters, for
    example an embedding that is also the output head; NULL if the bucket is not tied. The stages'
-   gradients are partial sums, which dt__reduce_tied adds. */
+   gradients are partial sums, which dt__grads_sum_tied adds. */
 static dt_comm *dt__tied_group(const dt_zero *zero, const dt_bucket *bucket) {
     const dt_grad_placement *grad_placements = dt__bucket_desc(zero, bucket)->grad_placements;
     for (int k = 0; k < 2; k++)
@@ -815,7 +797,7 @@ static dt_status dt__zero_groups_make(dt_zero *zero) {
         }
         g->data = g->shard = data[k];
         while (n % wanted != 0 || wanted > n) wanted--;
-        if (zero->desc.stage == 0 || wanted == n || !zero->desc.shard_group) continue;
+        if (!zero->stage->shard_optim || wanted == n || !zero->desc.shard_group) continue;
         g->shard = wanted == 1 ? NULL : dt_comm_split(data[k], rank / wanted, rank, "shard");
         g->replicas = dt_comm_split(data[k], rank % wanted, rank, "replicas");
         dt_comm_set_axis(g->shard, DT_AXIS_DP);
@@ -838,48 +820,55 @@ static dt_status dt__params_read_start(dt_zero *zero, dt__zero_bucket *z);
 static dt_status dt__params_copy_out(
     dt_zero *zero, const dt_bucket *bucket, size_t at, void *host, size_t bytes);
 static int dt__grads_on_disk(const dt_zero *zero);
-static int dt__grad_on_disk(const dt_zero *zero, const dt_bucket *bucket);
 static dt_status dt__grads_read_start(dt_zero *zero, dt__zero_bucket *z);
 static dt_status dt__grads_write_start(dt_zero *zero, dt__zero_bucket *z);
 static dt_status dt__grads_write_end(dt_zero *zero);
 static dt_status dt__grads_copy_out(
     dt_zero *zero, dt__zero_bucket *z, size_t element, void *host, size_t count);
 
-static dt_status dt__zero_bucket_make(dt_zero *zero, int u) {
-    dt_ctx *ctx = zero->ctx;
-    dt__zero_bucket *z = &zero->buckets[u];
-    z->bucket = dt_bucket_get(ctx, u);
-    const dt__zero_groups *groups = dt__bucket_groups(zero, z->bucket);
+/* Sets which parts of a bucket this rank keeps. The padded size is a multiple of DT_PIECE times the
+   number of ranks in the bucket's shard group, or with `tree` in its data group. */
+static void dt__zero_on_shard(dt_bucket *bucket, void *user) {
+    dt_zero *zero = (dt_zero *)user;
+    const dt__zero_stage *stage = zero->stage;
+    const dt__zero_groups *groups = dt__bucket_groups(zero, bucket);
+    dt__zero_bucket *z = (dt__zero_bucket *)bucket;
+    if (bucket->index == 0) zero->buckets = z;
+    zero->n_buckets = dt_bucket_count(zero->ctx);
     z->data_group = groups->data;
     z->shard_group = groups->shard;
     z->replica_group = groups->replicas;
-    size_t parts = (size_t)dt__zero_shards(zero, z->bucket);
-    z->count = z->bucket->padded / parts;
-    z->offset = parts > 1 ? (size_t)dt_comm_rank(z->shard_group) * z->count : 0;
+    z->tied_group = bucket->frozen ? NULL : dt__tied_group(zero, bucket);
+    size_t pad =
+        (size_t)DT_PIECE * (size_t)dt_comm_size(zero->desc.tree ? groups->data : groups->shard);
+    bucket->padded = (bucket->count + pad - 1) / pad * pad;
+    z->count = bucket->padded / (size_t)(stage->shard_optim ? dt_comm_size(groups->shard) : 1);
+    z->offset = stage->shard_optim ? (size_t)dt_comm_rank(groups->shard) * z->count : 0;
+    bucket->shard_count = stage->shard_params ? z->count : bucket->padded;
+    bucket->shard_offset = stage->shard_params ? z->offset : 0;
+    bucket->grad_count = stage->shard_grads ? z->count : bucket->padded;
+    bucket->grad_offset = stage->shard_grads ? z->offset : 0;
+    bucket->reduce_each_micro = zero->sum->each_micro;
+    /* tied gradients stay in memory, because another pipeline stage adds to them later */
+    bucket->grad_offloaded = dt__grads_on_disk(zero) && !bucket->frozen && !z->tied_group;
+}
+
+/* Allocates the optimizer state of a bucket. */
+static dt_status dt__zero_bucket_make(dt_zero *zero, dt__zero_bucket *z) {
+    dt_ctx *ctx = zero->ctx;
     dt_mem mem = dt__in_host(zero->desc.offload_optim) ? DT_MEM_HOST : DT_MEM_OPTIM;
     size_t bytes = dt__on_disk(zero->desc.offload_optim) ? 0 : z->count * dt__zero_element_size(z);
-    for (int s = 0; s < zero->states && !z->bucket->frozen && bytes; s++) {
+    for (int s = 0; s < zero->states && !z->bucket.frozen && bytes; s++) {
         z->state[s] = dt_alloc(ctx, mem, bytes, "optimizer state");
         if (!z->state[s]) return dt_error(ctx);
         if (mem == DT_MEM_HOST)
             memset(z->state[s], 0, bytes);
-        else if (dt__fill(ctx, z->bucket->grad_dtype, z->state[s], z->count, 0) != DT_OK)
+        else if (dt__fill(ctx, z->bucket.grad_dtype, z->state[s], z->count, 0) != DT_OK)
             return dt_error(ctx);
     }
-    if (dt__zero_has_master(z->bucket) && bytes)
+    if (dt__zero_has_master(&z->bucket) && bytes)
         z->master = dt_alloc(ctx, mem, bytes, "master parameters");
     return dt_error(ctx);
-}
-
-/* Allocates zero->buckets, filled with zeros, unless it exists. Called when the number of buckets
-   is known. */
-static dt_status dt__zero_buckets_alloc(dt_zero *zero) {
-    if (zero->buckets) return DT_OK;
-    zero->n_buckets = dt_bucket_count(zero->ctx);
-    size_t bytes = (size_t)zero->n_buckets * sizeof *zero->buckets;
-    zero->buckets = (dt__zero_bucket *)dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "dt_zero_make");
-    if (zero->buckets) memset(zero->buckets, 0, bytes);
-    return dt_error(zero->ctx);
 }
 
 static dt_status dt__gather_doubles(dt_comm *comm, double *all, double mine);
@@ -899,11 +888,11 @@ static dt_status dt__pipeline_indices(dt_zero *zero) {
     if (!buckets) return dt_error(zero->ctx);
     memset(buckets, 0, stages * sizeof *buckets);
     for (int u = 0; u < zero->n_buckets; u++)
-        zero->buckets[u].pipeline_index = (size_t)buckets[zero->buckets[u].bucket->stage]++;
+        zero->buckets[u].pipeline_index = (size_t)buckets[zero->buckets[u].bucket.stage]++;
     dt_sum_doubles(pp, buckets, stages);
     for (size_t s = 0, first = 0; s < stages && dt_error(zero->ctx) == DT_OK; s++) {
         for (int u = 0; u < zero->n_buckets; u++)
-            if ((size_t)zero->buckets[u].bucket->stage == s)
+            if ((size_t)zero->buckets[u].bucket.stage == s)
                 zero->buckets[u].pipeline_index += first;
         first += (size_t)buckets[s];
         zero->n_pipeline_buckets = first;
@@ -918,9 +907,9 @@ static dt_status dt__norm_sums_make(dt_zero *zero) {
     for (int kind = 0; kind < DT__KINDS; kind++) {
         for (int u = 0; u < zero->n_buckets; u++) {
             dt__zero_bucket *z = &zero->buckets[u];
-            if (dt__is_expert(zero, dt__bucket_desc(zero, z->bucket)) != kind) continue;
+            if (dt__is_expert(zero, dt__bucket_desc(zero, &z->bucket)) != kind) continue;
             z->sums_at = zero->n_sums;
-            zero->n_sums += z->bucket->padded / DT_PIECE;
+            zero->n_sums += z->bucket.padded / DT_PIECE;
         }
         if (kind == DT__DENSE) zero->n_dense = zero->n_sums;
     }
@@ -941,10 +930,9 @@ static dt_status dt__norm_sum_kinds(dt_zero *zero, dt_comm *dense, dt_comm *expe
 
 static dt_status dt__zero_buckets_make(dt_zero *zero) {
     dt_ctx *ctx = zero->ctx;
-    if (dt__zero_buckets_alloc(zero) != DT_OK || (!zero->disk && dt__disk_open(zero) != DT_OK))
-        return dt_error(ctx);
+    if (!zero->disk && dt__disk_open(zero) != DT_OK) return dt_error(ctx);
     for (int u = 0; u < zero->n_buckets; u++)
-        if (dt__zero_bucket_make(zero, u) != DT_OK) return dt_error(ctx);
+        if (dt__zero_bucket_make(zero, &zero->buckets[u]) != DT_OK) return dt_error(ctx);
     return dt__norm_sums_make(zero) == DT_OK ? dt__chunks_make(zero) : dt_error(ctx);
 }
 
@@ -1141,7 +1129,7 @@ static dt_status dt__tied_agree(
     dt_zero *zero, const dt__tied_bucket *mine, const dt__tied_bucket *theirs, size_t n, int r) {
     int world_rank = dt_comm_world_rank(zero->mesh.pp, r);
     for (int u = 0; u < zero->n_buckets; u++) {
-        const dt_bucket *bucket = zero->buckets[u].bucket;
+        const dt_bucket *bucket = &zero->buckets[u].bucket;
         const dt_comm *tied = dt__tied_group(zero, bucket);
         int k = 0, shares = 0;
         if (bucket->frozen || !tied) continue;
@@ -1182,7 +1170,7 @@ static dt_status dt__compare_tied(dt_zero *zero, int values) {
     memset(all, 0, bytes);
     dt__tied_bucket *mine = all + me * (size_t)max_count;
     for (size_t u = 0; u < n; u++) {
-        const dt_bucket *bucket = zero->buckets[u].bucket;
+        const dt_bucket *bucket = &zero->buckets[u].bucket;
         if (!bucket->frozen && dt__tied_group(zero, bucket))
             mine[u] = dt__tied_bucket_of(zero, bucket, values);
     }
@@ -1197,7 +1185,7 @@ static dt_status dt__compare_tied(dt_zero *zero, int values) {
    hold the same shard of these parameters. */
 static dt_comm *dt__replica_group(const dt_zero *zero, int kind) {
     const dt__zero_groups *g = &zero->groups[kind];
-    return zero->desc.stage == 3 && dt_comm_size(g->shard) > 1 ? g->replicas : g->data;
+    return zero->stage->shard_params && dt_comm_size(g->shard) > 1 ? g->replicas : g->data;
 }
 
 /* Fails unless the ranks agree. dt_zero_make compares descriptions (`values` is 0); values are
@@ -1244,61 +1232,88 @@ static dt_status dt__compare_ranks(dt_zero *zero, int values) {
 
 // ==== 8. Gradient reduction =====================================================================
 
-/* Starts the sum of a bucket's gradient over `comm`, the group of a gradient placement. The traffic
-   counts for the axis `counted`: dp, whatever axis the group belongs to, or pp for tied
-   parameters. */
-static void dt__reduce_partial_start(dt__zero_bucket *z, dt_comm *comm, dt_axis counted) {
-    dt_axis axis = comm->axis;
-    void *shard = dt__zero_grad_shard(z);
-    dt_comm_set_axis(comm, counted);
-    z->work = dt_all_reduce_start(comm, shard, shard, z->count, z->bucket->grad_dtype, DT_SUM);
-    dt_comm_set_axis(comm, axis);
-}
+/* A gradient's path through a step. A bucket's gradient is in one state at any time; the functions
+   on the arrows are here or in dt_tensor.h, and dt__grad_enter checks every change:
 
-/* Stages 2 and 3, and all stages with `tree`, reduce the gradient of every micro-batch. Stages 0
-   and 1 without `tree` reduce the sum over micro-batches once a step. */
-static int dt__zero_shards_grads(const dt_zero *zero) { return zero->desc.stage >= 2; }
-static int dt__zero_reduces_each_micro(const dt_zero *zero) {
-    return dt__zero_shards_grads(zero) || zero->desc.tree;
-}
+                EMPTY
+                  | dt__grad_begin         the first op of a backward asks where to write
+       +-----> WRITING                     ops write to micro_grad, f32 for 16-bit parameters
+       |          | dt__grad_complete      the last op has written
+       |   +------+--------------+
+       |   | stages 0, 1         | stages 2, 3 and tree: reduce each micro-batch
+       |   | dt__grad_add        |
+       |   v                     v
+       +- ACCUMULATED          READY       waits until all buckets with a higher index have started
+       |   | last micro-batch:   | dt__grad_reduce_start
+       |   | dt__zero_on_grad_ready
+       |   +-----> READY -----> REDUCING   a collective runs while the backward continues
+       |                         | dt__grad_reduce_end, and dt__grad_add or dt__tree_add
+       +--------------------- ACCUMULATED
+                                 | dt__grads_finish          last micro-batch: replicas, placements
+                               REDUCED
+                                 | dt__grads_sum_tied        pipeline stages that share it
+                               FINAL       norm (section 10), update (section 12), parameters
+                                 | dt_clear_grads            gathered; then EMPTY again
 
-/* Gradient bucket: one reduction for many parameters (DDP; ZeRO, arXiv:1910.02054), because one
-   large message costs less than many small ones. A bucket's gradient is summed over its data group,
-   which consists of a shard group and the replicas, and over the groups of its gradient placements:
+   It has three places: the ops write to micro_grad, a buffer or `grad` itself; `grad` holds the
+   sum, all of it or this rank's shard; with gradients on disk the file holds the sum, and `grad` is
+   a buffer. The tree holds its partial sums in `levels`.
 
-       over its shard group   stage 0        all-reduce       every rank keeps the sum
-                              stage 1        reduce-scatter   once a step; rank r then uses shard r
-                              stages 2, 3    reduce-scatter   each micro-batch; rank r keeps shard r
-       over its replicas      all-reduce of the shard, once a step
-       over the groups of its gradient placements, once a step
+   Gradient bucket: one reduction for many parameters (DDP), because one large message costs less
+   than many small ones. ZeRO (S. Rajbhandari et al., arXiv:1910.02054) is a table with one row for
+   each stage; each stage shards one thing more:
+
+               optimizer  gradients  parameters  gradients are reduced             after the update
+     0  DDP    whole      whole      whole       once a step, all-reduce           -
+     1         shard      whole      whole       once a step, reduce-scatter       all-gather
+     2         shard      shard      whole       each micro-batch, reduce-scatter  all-gather
+     3  FSDP   shard      shard      shard       each micro-batch, reduce-scatter  blocks gather
 
    All sums are in rank order. Stages 0 and 1 add the micro-batches first and then the ranks, stages
    2 and 3 add the ranks in each micro-batch; so 0 and 1 give the same bits, and so do 2 and 3.
    Section 4 says how many bytes each stage sends. Overlap of communication and computation: a
    reduction starts when the bucket's gradient is complete and runs while the backward computes the
-   gradients of the other buckets (S. Li et al., "PyTorch Distributed", VLDB 2020). Stages 0 and 1
-   wait for all reductions at the end of the backward. Stages 2 and 3 allow only two pending
-   reductions, because each pending reduction holds the gradient of a full bucket. */
-static dt_status dt__zero_reduce_start(dt_zero *zero, dt__zero_bucket *z) {
-    dt_bucket *u = z->bucket;
-    dt_dtype type = u->grad_dtype;
-    void *full = z->micro_grad ? z->micro_grad : u->grad;
-    /* once 1-bit Adam has frozen its second moment, ranks exchange the momentum, not gradients */
-    if (dt__onebit_frozen(zero)) return dt_error(zero->ctx);
-    z->work = zero->desc.stage == 0
-                  ? dt_all_reduce_start(z->data_group, full, full, u->padded, type, DT_SUM)
-                  : dt_reduce_scatter_start(z->shard_group, full,
-                        dt__zero_element(z, full, z->offset), z->count, type, DT_SUM);
-    return dt__grad_on_disk(zero, u) ? dt__grads_read_start(zero, z) : dt_error(zero->ctx);
-}
-
-/* Stages 2 and 3: allocates this rank's shard of a bucket's gradient. */
-static dt_status dt__zero_grad_shard_alloc(dt_zero *zero, dt__zero_bucket *z) {
-    if (z->grad_shard) return dt_error(zero->ctx);
-    /* stored for dt_free, because the groups may be freed before grad_shard */
-    z->grad_bytes = z->count * dt__zero_element_size(z);
-    z->grad_shard = dt_alloc(zero->ctx, DT_MEM_GRADS, z->grad_bytes, "gradients");
+   gradients of the other buckets (S. Li et al., "PyTorch Distributed", VLDB 2020). At stages 2 and
+   3 only two may be pending, because each pending reduction holds the gradient of a full bucket. */
+static dt_status dt__reduce_all(dt_zero *zero, dt__zero_bucket *z, void *full) {
+    z->work = dt_all_reduce_start(
+        z->data_group, full, full, z->bucket.padded, z->bucket.grad_dtype, DT_SUM);
     return dt_error(zero->ctx);
+}
+static dt_status dt__reduce_to_shard(dt_zero *zero, dt__zero_bucket *z, void *full) {
+    z->work = dt_reduce_scatter_start(z->shard_group, full, dt__zero_element(z, full, z->offset),
+        z->count, z->bucket.grad_dtype, DT_SUM);
+    return dt_error(zero->ctx);
+}
+static dt_status dt__add_micro(dt_zero *zero, dt__zero_bucket *z) {
+    return dt__grad_add(zero->ctx, &z->bucket);
+}
+static dt_status dt__tree_exchange(dt_zero *zero, dt__zero_bucket *z, void *full);
+static dt_status dt__tree_add(dt_zero *zero, dt__zero_bucket *z);
+
+static const dt__grad_sum dt__all_reduce_once = {
+    .reduce = dt__reduce_all, .add = dt__add_micro, .max_pending = INT_MAX
+};
+static const dt__grad_sum dt__reduce_scatter_once = {
+    .reduce = dt__reduce_to_shard, .add = dt__add_micro, .replicas = 1, .max_pending = INT_MAX
+};
+static const dt__grad_sum dt__reduce_scatter_each_micro = { .reduce = dt__reduce_to_shard,
+    .add = dt__add_micro,
+    .each_micro = 1,
+    .replicas = 1,
+    .max_pending = 2 };
+static const dt__grad_sum dt__tree_each_micro = {
+    .reduce = dt__tree_exchange, .add = dt__tree_add, .each_micro = 1
+}; /* at every stage, if dt_zero_desc.tree is set */
+
+static const dt__zero_stage dt__zero_stages[] = {
+    { .sum = &dt__all_reduce_once }, { .sum = &dt__reduce_scatter_once, .shard_optim = 1 },
+    { .sum = &dt__reduce_scatter_each_micro, .shard_optim = 1, .shard_grads = 1 },
+    { .sum = &dt__reduce_scatter_each_micro, .shard_optim = 1, .shard_grads = 1, .shard_params = 1 }
+};
+
+static int dt__is_last_micro(const dt_zero *zero) {
+    return zero->ctx->micro == zero->ctx->micro_count - 1;
 }
 
 static dt_status dt__zero_work_wait(dt_zero *zero, dt__zero_bucket *z) {
@@ -1307,97 +1322,133 @@ static dt_status dt__zero_work_wait(dt_zero *zero, dt__zero_bucket *z) {
     return status;
 }
 
-static dt_status dt__zero_reduce_end(dt_zero *zero, dt__zero_bucket *z) {
-    dt_status status = dt__zero_work_wait(zero, z);
-    if (status != DT_OK || !z->micro_grad) return status;
-    int on_disk = dt__grad_on_disk(zero, z->bucket);
-    if ((on_disk ? dt__disk_wait(zero, &z->grad_job) : dt__zero_grad_shard_alloc(zero, z)) != DT_OK)
-        return dt_error(zero->ctx);
-    const void *shard = dt__zero_element(z, z->micro_grad, z->offset);
-    status = dt__accumulate(
-        zero->ctx, z->bucket->grad_dtype, z->grad_shard, shard, z->count, z->accumulated);
-    dt__buffer_release(zero->ctx, z->micro_grad);
-    z->micro_grad = NULL;
-    z->accumulated = 1;
-    return status == DT_OK && on_disk ? dt__grads_write_start(zero, z) : status;
+/* Starts the sum of this rank's shard of a gradient over `comm`. Traffic over the group of a
+   gradient placement counts for the axis `counted`: dp, or pp for tied parameters. */
+static void dt__reduce_shard_start(dt__zero_bucket *z, dt_comm *comm, dt_axis counted) {
+    void *shard = dt__zero_grad_shard(z);
+    dt_axis axis = comm ? comm->axis : counted;
+    dt_comm_set_axis(comm, counted);
+    z->work = dt_all_reduce_start(comm, shard, shard, z->count, z->bucket.grad_dtype, DT_SUM);
+    dt_comm_set_axis(comm, axis);
 }
 
-/* Returns 1 if bucket u has a gradient in the micro-batch that is being reduced. */
-static int dt__zero_is_reducing(const dt_zero *zero, int u) {
-    const dt_bucket *bucket = zero->buckets[u].bucket;
-    return !bucket->frozen && bucket->stage == zero->reducing_stage;
+static int dt__grad_is_accumulated(const dt__zero_bucket *z, int stage) {
+    return z->bucket.stage == stage && z->bucket.grad_state == DT_GRAD_ACCUMULATED;
 }
 
-/* Completes the oldest reductions until at most `limit` are pending. */
-static dt_status dt__zero_reduce_drain(dt_zero *zero, int limit) {
-    int pending = 0;
-    for (int u = zero->oldest_bucket; u > zero->next_bucket; u--)
-        pending += dt__zero_is_reducing(zero, u);
-    for (; zero->oldest_bucket > zero->next_bucket && pending > limit; zero->oldest_bucket--) {
-        dt__zero_bucket *z = &zero->buckets[zero->oldest_bucket];
-        if (!dt__zero_is_reducing(zero, zero->oldest_bucket)) continue;
-        if (dt__zero_reduce_end(zero, z) != DT_OK) return dt_error(zero->ctx);
-        pending--;
+/* Completes the sums of the buckets [first, end) of a pipeline stage, after the step's last
+   micro-batch: sums over the replicas, and over the groups of the gradient placements. */
+static dt_status dt__grads_finish(dt_zero *zero, int first, int end, int stage) {
+    for (int u = end - 1; u >= first && zero->sum->replicas; u--)
+        if (dt__grad_is_accumulated(&zero->buckets[u], stage))
+            dt__reduce_shard_start(&zero->buckets[u], zero->buckets[u].replica_group, DT_AXIS_DP);
+    for (int u = end - 1; u >= first; u--) {
+        dt__zero_bucket *z = &zero->buckets[u];
+        const dt_grad_placement *placed = dt__bucket_desc(zero, &z->bucket)->grad_placements;
+        if (!dt__grad_is_accumulated(z, stage)) continue;
+        if (dt__zero_work_wait(zero, z) != DT_OK) return dt_error(zero->ctx);
+        for (int i = 0; i < 2; i++) {
+            if (!placed[i].comm || placed[i].comm == z->tied_group ||
+                placed[i].kind != DT_GRAD_PARTIAL)
+                continue;
+            dt__reduce_shard_start(z, placed[i].comm, DT_AXIS_DP);
+            if (dt__zero_work_wait(zero, z) != DT_OK) return dt_error(zero->ctx);
+        }
+        dt__grad_enter(zero->ctx, &z->bucket, DT_GRAD_REDUCED);
     }
     return dt_error(zero->ctx);
-}
-
-static dt_status dt__norm_local_sums(dt_zero *zero, int first, int end, int on_disk);
-
-/* After the sum over its shard group, a shard is summed over the replicas (started here) and then
-   over the groups of its gradient placements (in dt__reduce_replicas_end). */
-static void dt__reduce_replicas_start(dt__zero_bucket *z) {
-    void *shard = dt__zero_grad_shard(z);
-    if (z->replica_group)
-        z->work = dt_all_reduce_start(
-            z->replica_group, shard, shard, z->count, z->bucket->grad_dtype, DT_SUM);
-}
-
-static dt_status dt__reduce_replicas_end(dt_zero *zero, dt__zero_bucket *z) {
-    const dt_grad_placement *grad_placements = dt__bucket_desc(zero, z->bucket)->grad_placements;
-    const dt_comm *tied = dt__tied_group(zero, z->bucket);
-    if (dt__zero_work_wait(zero, z) != DT_OK) return dt_error(zero->ctx);
-    for (int i = 0; i < 2; i++) {
-        if (!grad_placements[i].comm || grad_placements[i].comm == tied ||
-            grad_placements[i].kind != DT_GRAD_PARTIAL)
-            continue;
-        dt__reduce_partial_start(z, grad_placements[i].comm, DT_AXIS_DP);
-        if (dt__zero_work_wait(zero, z) != DT_OK) return dt_error(zero->ctx);
-    }
-    return DT_OK;
 }
 
 /* Tied embeddings: adds the gradients of tied parameters over pipeline stages. Called after the
    last micro-batch, because a sum in the middle of the step could deadlock two stages that wait for
    each other. The sums of all tied buckets are started before the first wait, because stages may
    have the buckets in different orders. */
-static dt_status dt__reduce_tied(dt_zero *zero) {
-    for (int u = 0; u < zero->n_buckets && !zero->tied_summed; u++) {
+static dt_status dt__grads_sum_tied(dt_zero *zero) {
+    for (int u = 0; u < zero->n_buckets; u++) {
         dt__zero_bucket *z = &zero->buckets[u];
-        dt_comm *tied = z->bucket->frozen ? NULL : dt__tied_group(zero, z->bucket);
-        if (tied) dt__reduce_partial_start(z, tied, DT_AXIS_PP);
+        if (z->tied_group && z->bucket.grad_state == DT_GRAD_REDUCED)
+            dt__reduce_shard_start(z, z->tied_group, DT_AXIS_PP);
     }
-    for (int u = 0; u < zero->n_buckets && !zero->tied_summed; u++)
-        dt__zero_work_wait(zero, &zero->buckets[u]);
-    zero->tied_summed = 1;
+    for (int u = 0; u < zero->n_buckets; u++) {
+        dt__zero_bucket *z = &zero->buckets[u];
+        if (z->bucket.grad_state != DT_GRAD_REDUCED) continue;
+        if (dt__zero_work_wait(zero, z) != DT_OK) return dt_error(zero->ctx);
+        dt__grad_enter(zero->ctx, &z->bucket, DT_GRAD_FINAL);
+    }
     return dt_error(zero->ctx);
 }
 
-/* Sums gradients over replicas and over the groups of gradient placements, after the step's last
-   micro-batch. Gradients on disk are skipped, because they were summed before they were written. */
-static dt_status dt__zero_reduce_finish(dt_zero *zero) {
-    /* with `tree`, the gradients are already summed over replicas */
-    for (int u = zero->n_buckets - 1; u >= 0 && !zero->desc.tree; u--)
-        if (dt__zero_is_reducing(zero, u) && !dt__grad_on_disk(zero, zero->buckets[u].bucket))
-            dt__reduce_replicas_start(&zero->buckets[u]);
-    for (int u = zero->n_buckets - 1; u >= 0; u--) {
-        dt__zero_bucket *z = &zero->buckets[u];
-        if (!dt__zero_is_reducing(zero, u)) continue;
-        if (!dt__grad_on_disk(zero, z->bucket) && dt__reduce_replicas_end(zero, z) != DT_OK)
-            return dt_error(zero->ctx);
-        z->reduced = 1;
+static dt_status dt__norm_local_sums(dt_zero *zero, int first, int end, int on_disk);
+
+static dt_status dt__grad_reduce_start(dt_zero *zero, dt__zero_bucket *z) {
+    void *full = z->bucket.micro_grad ? z->bucket.micro_grad : z->bucket.grad;
+    if (dt__grad_enter(zero->ctx, &z->bucket, DT_GRAD_REDUCING) != DT_OK ||
+        (z->bucket.grad_offloaded && dt__grads_read_start(zero, z) != DT_OK))
+        return dt_error(zero->ctx);
+    /* once 1-bit Adam has frozen its second moment, ranks exchange the momentum, not gradients */
+    return dt__onebit_frozen(zero) ? DT_OK : zero->sum->reduce(zero, z, full);
+}
+
+/* A gradient on disk is written back, while the next bucket is reduced. After the last micro-batch
+   it is first summed over replicas, and its squares are summed for the norm. */
+static dt_status dt__grad_reduce_end(dt_zero *zero, dt__zero_bucket *z) {
+    int u = z->bucket.index;
+    if (dt__zero_work_wait(zero, z) != DT_OK || dt__grads_write_end(zero) != DT_OK ||
+        dt__disk_wait(zero, &z->grad_job) != DT_OK || zero->sum->add(zero, z) != DT_OK ||
+        !z->bucket.grad_offloaded)
+        return dt_error(zero->ctx);
+    if (dt__is_last_micro(zero) && (dt__grads_finish(zero, u, u + 1, z->bucket.stage) != DT_OK ||
+                                       dt__norm_local_sums(zero, u, u + 1, 1) != DT_OK))
+        return dt_error(zero->ctx);
+    return dt__grads_write_start(zero, z);
+}
+
+/* Completes the oldest reductions until at most `limit` are pending. */
+static dt_status dt__grad_reduce_drain(dt_zero *zero, int limit) {
+    int pending = 0;
+    for (int u = 0; u < zero->n_buckets; u++)
+        pending += zero->buckets[u].bucket.grad_state == DT_GRAD_REDUCING;
+    for (int u = zero->n_buckets - 1; u >= 0 && pending > limit; u--) {
+        if (zero->buckets[u].bucket.grad_state != DT_GRAD_REDUCING) continue;
+        if (dt__grad_reduce_end(zero, &zero->buckets[u]) != DT_OK) return dt_error(zero->ctx);
+        pending--;
     }
     return dt_error(zero->ctx);
+}
+
+/* Returns the last bucket before bucket u that a backward of this pipeline stage completes; -1 if
+   there is none. */
+static int dt__bucket_before(const dt_zero *zero, int u, int stage) {
+    while (--u >= 0)
+        if (zero->buckets[u].bucket.stage == stage && !zero->buckets[u].bucket.frozen) break;
+    return u;
+}
+
+static void dt__zero_free_gathered(dt_zero *zero, dt__zero_bucket *z);
+
+/* Gradient accumulation and overlap: called when a bucket's gradient of a micro-batch is complete.
+   last: 1 in the step's last micro-batch. Reduces buckets in descending order, because a backward
+   usually completes them in this order. The order is fixed, so that all ranks start the same
+   reductions in the same order, whatever their data. */
+static void dt__zero_on_grad_ready(dt_ctx *ctx, dt_bucket *bucket, int last, void *user) {
+    dt_zero *zero = (dt_zero *)user;
+    dt__zero_bucket *z = (dt__zero_bucket *)bucket;
+    int *next = &zero->next_bucket;
+    /* the backward has read these parameters for the last time */
+    if (!zero->desc.keep_gathered && z->holder_block == 0) dt__zero_free_gathered(zero, z);
+    if (!zero->sum->each_micro && (!last || dt__grad_enter(ctx, bucket, DT_GRAD_READY))) return;
+    if (*next < 0) *next = dt__bucket_before(zero, zero->n_buckets, bucket->stage);
+    while (*next >= 0 && zero->buckets[*next].bucket.grad_state == DT_GRAD_READY) {
+        z = &zero->buckets[*next];
+        *next = dt__bucket_before(zero, *next, bucket->stage);
+        if (dt__grad_reduce_start(zero, z) != DT_OK ||
+            dt__grad_reduce_drain(zero, zero->desc.no_overlap ? 0 : zero->sum->max_pending) !=
+                DT_OK)
+            return;
+    }
+    if (*next >= 0 || dt__grad_reduce_drain(zero, 0) != DT_OK || dt__grads_write_end(zero) != DT_OK)
+        return;
+    if (last) dt__grads_finish(zero, 0, zero->n_buckets, bucket->stage);
 }
 
 /* Binary tree over micro-batches (dt_zero_desc.tree). Leaf m is the gradient of micro-batch m of
@@ -1440,7 +1491,7 @@ static dt_status dt__grad_tree_add(
            this addition and is not needed afterwards */
         void *out = dt__grad_tree_level(z, segment, before >> (level + 1) & 1 ? level : level + 1);
         const void *terms[2] = { dt__grad_tree_level(z, segment, level), sum };
-        dt_reduce_args a = { .dtype = z->bucket->grad_dtype,
+        dt_reduce_args a = { .dtype = z->bucket.grad_dtype,
             .out = out,
             .in = terms,
             .n = 2,
@@ -1459,8 +1510,6 @@ static dt_status dt__grad_tree_add(
    lowest level first, then all-gathers the pieces of each shard. */
 static dt_status dt__grad_tree_sum(
     dt_zero *zero, dt__zero_bucket *z, size_t segment, size_t leaves) {
-    if (dt__zero_shards_grads(zero) && dt__zero_grad_shard_alloc(zero, z) != DT_OK)
-        return dt_error(zero->ctx);
     char *shard = (char *)dt__zero_grad_shard(z), *sum = NULL;
     void *mine =
         shard + (dt__grad_tree_segment(z, dt_comm_rank(z->data_group)) * segment - z->offset) *
@@ -1469,7 +1518,7 @@ static dt_status dt__grad_tree_sum(
         void *more = dt__grad_tree_level(z, segment, level);
         if (!(leaves >> level & 1)) continue;
         const void *terms[2] = { more, sum };
-        dt_reduce_args a = { .dtype = z->bucket->grad_dtype,
+        dt_reduce_args a = { .dtype = z->bucket.grad_dtype,
             .out = more,
             .in = terms,
             .n = 2,
@@ -1479,12 +1528,10 @@ static dt_status dt__grad_tree_sum(
             return dt_error(zero->ctx);
         sum = (char *)more;
     }
-    z->accumulated = 1;
     if (dt__move(zero->ctx, mine, sum, segment * dt__zero_element_size(z)) != DT_OK)
         return dt_error(zero->ctx);
-    if (zero->desc.stage > 0 && !z->replica_group) return DT_OK;
-    return dt_all_gather(zero->desc.stage == 0 ? z->data_group : z->replica_group, mine, shard,
-        segment, z->bucket->grad_dtype);
+    dt_comm *others = zero->stage->shard_optim ? z->replica_group : z->data_group;
+    return dt_all_gather(others, mine, shard, segment, z->bucket.grad_dtype);
 }
 
 /* Allocates the levels of this bucket, and zero->leaves with the size of the largest bucket, unless
@@ -1494,7 +1541,7 @@ static dt_status dt__grad_tree_alloc(
     size_t n_levels = 0, max_bytes = 0;
     while (leaves >> n_levels) n_levels++;
     for (int u = 0; u < zero->n_buckets; u++) {
-        size_t bytes = zero->buckets[u].bucket->padded * dt__zero_element_size(&zero->buckets[u]);
+        size_t bytes = zero->buckets[u].bucket.padded * dt__zero_element_size(&zero->buckets[u]);
         max_bytes = bytes > max_bytes ? bytes : max_bytes;
     }
     if (dt_comm_size(z->data_group) > 1 && !zero->leaves) {
@@ -1509,101 +1556,43 @@ static dt_status dt__grad_tree_alloc(
     return dt_error(zero->ctx);
 }
 
-/* All-to-all: sends each rank its piece of `full`, this rank's gradient of the bucket. Fills
-   zero->leaves with every rank's gradient of this rank's piece. */
-static dt_status dt__grad_tree_exchange(
-    dt_zero *zero, dt__zero_bucket *z, const char *full, size_t segment) {
-    size_t bytes = segment * dt__zero_element_size(z);
-    int ranks = dt_comm_size(z->data_group);
-    char *sorted = z->replica_group
-                       ? (char *)dt__buffer_acquire(zero->ctx, DT_MEM_COMM, (size_t)ranks * bytes)
-                       : NULL;
-    for (int r = 0; sorted && r < ranks; r++)
-        dt__move(zero->ctx, sorted + (size_t)r * bytes, full + dt__grad_tree_segment(z, r) * bytes,
-            bytes);
+/* The reduction of a micro-batch: an all-to-all sends each rank its piece of `full`, this rank's
+   gradient of the bucket. Fills zero->leaves with every rank's gradient of this rank's piece. */
+static dt_status dt__tree_exchange(dt_zero *zero, dt__zero_bucket *z, void *full) {
+    size_t ranks = (size_t)dt_comm_size(z->data_group), segment = z->bucket.padded / ranks,
+           bytes = segment * dt__zero_element_size(z);
+    if (dt__grad_tree_alloc(zero, z, segment, ranks * (size_t)zero->ctx->micro_count) != DT_OK ||
+        ranks == 1)
+        return dt_error(zero->ctx);
+    char *sorted =
+        z->replica_group ? (char *)dt__buffer_acquire(zero->ctx, DT_MEM_COMM, ranks * bytes) : NULL;
+    for (size_t r = 0; sorted && r < ranks; r++)
+        dt__move(zero->ctx, sorted + r * bytes,
+            (char *)full + dt__grad_tree_segment(z, (int)r) * bytes, bytes);
     if (dt_error(zero->ctx) == DT_OK)
         dt_all_to_all(
-            z->data_group, sorted ? sorted : full, zero->leaves, segment, z->bucket->grad_dtype);
+            z->data_group, sorted ? sorted : full, zero->leaves, segment, z->bucket.grad_dtype);
     if (sorted) dt__buffer_release(zero->ctx, sorted);
     return dt_error(zero->ctx);
 }
 
-/* Adds all ranks' gradients of a bucket in one micro-batch to the tree. last: 1 if this is the last
-   micro-batch of the step; the tree is then completed. Otherwise the bucket's gradient starts from
-   zero in the next micro-batch. */
-static dt_status dt__grad_tree_reduce(dt_zero *zero, dt__zero_bucket *z, int last) {
-    char *full = (char *)(z->micro_grad ? z->micro_grad : z->bucket->grad);
-    size_t ranks = (size_t)dt_comm_size(z->data_group), segment = z->bucket->padded / ranks,
+/* Adds all ranks' gradients of a bucket in one micro-batch to the tree. The last micro-batch of the
+   step completes the tree and stores its sum in `grad`; before, `levels` hold the sum and `micros`
+   is 0. */
+static dt_status dt__tree_add(dt_zero *zero, dt__zero_bucket *z) {
+    dt_bucket *bucket = &z->bucket;
+    size_t ranks = (size_t)dt_comm_size(z->data_group), segment = bucket->padded / ranks,
            micro = (size_t)zero->ctx->micro;
-    if (dt__grad_tree_alloc(zero, z, segment, ranks * (size_t)zero->ctx->micro_count) != DT_OK)
-        return dt_error(zero->ctx);
-    const char *leaves = ranks > 1 ? (const char *)zero->leaves : full;
-    if (ranks > 1 && dt__grad_tree_exchange(zero, z, full, segment) != DT_OK)
-        return dt_error(zero->ctx);
+    const char *leaves = (const char *)(ranks > 1 ? zero->leaves : bucket->micro_grad);
     for (size_t r = 0; r < ranks; r++) {
         const char *leaf = leaves + r * segment * dt__zero_element_size(z);
         if (dt__grad_tree_add(zero, z, segment, leaf, micro * ranks + r) != DT_OK)
             return dt_error(zero->ctx);
     }
-    if (z->micro_grad) dt__buffer_release(zero->ctx, z->micro_grad);
-    z->micro_grad = NULL;
-    if (last) return dt__grad_tree_sum(zero, z, segment, ranks * (micro + 1));
-    z->bucket->accumulated = 0;
-    return DT_OK;
-}
-
-/* Prepares the reductions of a pipeline stage's gradients of one micro-batch. */
-static void dt__zero_reduce_begin(dt_zero *zero, int stage) {
-    zero->reducing_stage = stage;
-    zero->next_bucket = zero->n_buckets - 1;
-    while (zero->next_bucket >= 0 && !dt__zero_is_reducing(zero, zero->next_bucket))
-        zero->next_bucket--;
-    zero->oldest_bucket = zero->next_bucket;
-    for (int u = 0; u < zero->n_buckets; u++)
-        if (dt__zero_is_reducing(zero, u)) zero->buckets[u].ready = 0;
-}
-
-static void dt__zero_free_gathered(dt_zero *zero, dt__zero_bucket *z);
-
-/* Gradient accumulation and overlap: called when a bucket's gradient of a micro-batch is complete.
-   last: 1 in the step's last micro-batch. Reduces buckets in descending order, because a backward
-   usually completes them in this order. The order is fixed, so that all ranks start the same
-   reductions in the same order, whatever their data. */
-static void dt__zero_on_grad_ready(dt_ctx *ctx, dt_bucket *bucket, int last, void *user) {
-    enum { MAX_PENDING = 2 };
-    dt_zero *zero = (dt_zero *)user;
-    dt__zero_bucket *ready = &zero->buckets[bucket->index];
-    int tree = zero->desc.tree,
-        max_pending = dt__zero_shards_grads(zero) ? MAX_PENDING : zero->n_buckets;
-    if (ready->reduced || (ready->ready && zero->reducing_stage == bucket->stage)) {
-        dt_fail(ctx, DT_ERR_ARG,
-            "a gradient came after the step's last micro-batch: call dt_zero_step after it, and "
-            "dt_micro(ctx, i, n) before each of n micro-batches");
-        return;
-    }
-    /* the backward has read these parameters for the last time */
-    if (!zero->desc.keep_gathered && ready->holder_block == 0) dt__zero_free_gathered(zero, ready);
-    if (!last && !dt__zero_reduces_each_micro(zero)) return;
-    if (zero->reducing_stage != bucket->stage) dt__zero_reduce_begin(zero, bucket->stage);
-    ready->ready = 1;
-    if (dt__zero_shards_grads(zero)) {
-        ready->micro_grad = bucket->micro_grad;
-        bucket->micro_grad = NULL;
-    }
-    while (zero->next_bucket >= 0 && (zero->buckets[zero->next_bucket].ready ||
-                                         !dt__zero_is_reducing(zero, zero->next_bucket))) {
-        dt__zero_bucket *z = &zero->buckets[zero->next_bucket];
-        if (!dt__zero_is_reducing(zero, zero->next_bucket--)) continue;
-        dt_status status =
-            tree ? dt__grad_tree_reduce(zero, z, last) : dt__zero_reduce_start(zero, z);
-        if (status == DT_OK && !tree)
-            status = dt__zero_reduce_drain(zero, zero->desc.no_overlap ? 0 : max_pending);
-        if (status != DT_OK) return;
-    }
-    if (zero->next_bucket >= 0 || (!tree && dt__zero_reduce_drain(zero, 0) != DT_OK)) return;
-    if (dt__grads_write_end(zero) != DT_OK) return;
-    if (last) dt__zero_reduce_finish(zero);
-    zero->reducing_stage = -1;
+    dt__grad_buffer_release(zero->ctx, bucket);
+    bucket->micros = dt__is_last_micro(zero);
+    if (bucket->micros) dt__grad_tree_sum(zero, z, segment, ranks * (micro + 1));
+    return dt__grad_enter(zero->ctx, bucket, DT_GRAD_ACCUMULATED);
 }
 
 // ==== 9. ZeRO-3 (FSDP): gather and release of parameters ========================================
@@ -1631,7 +1620,7 @@ static void dt__zero_on_grad_ready(dt_ctx *ctx, dt_bucket *bucket, int last, voi
    the same ops start the same gathers in the same order. A rank that runs other ops is detected,
    because dt_comm.h compares the ranks' collective calls. */
 static dt_status dt__zero_gather_start(dt_zero *zero, dt__zero_bucket *z) {
-    const dt_bucket *u = z->bucket;
+    const dt_bucket *u = &z->bucket;
     if ((!z->gathered && dt__params_read_start(zero, z) != DT_OK) ||
         dt__disk_wait(zero, &z->disk_job) != DT_OK)
         return dt_error(zero->ctx);
@@ -1644,13 +1633,13 @@ static dt_status dt__zero_gather_start(dt_zero *zero, dt__zero_bucket *z) {
 
 /* Frees the gathered parameters of a bucket, after waiting for a pending gather. */
 static void dt__zero_free_gathered(dt_zero *zero, dt__zero_bucket *z) {
-    const dt_bucket *u = z->bucket;
+    const dt_bucket *u = &z->bucket;
     if (!z->gathered || dt__disk_wait(zero, &z->disk_job) != DT_OK ||
         dt_wait(zero->ctx, z->gather_work) != DT_OK)
         return;
     z->gather_work = NULL;
     if (zero->desc.poison) dt__fill(zero->ctx, u->dtype, z->gathered, u->padded, NAN);
-    dt__bucket_set_data(zero->ctx, z->bucket, NULL);
+    dt__bucket_set_data(zero->ctx, &z->bucket, NULL);
     dt__buffer_release(zero->ctx, z->gathered);
     z->gathered = NULL;
 }
@@ -1658,7 +1647,7 @@ static void dt__zero_free_gathered(dt_zero *zero, dt__zero_bucket *z) {
 /* Frees the buckets that a block has gathered. If `block` is -1, frees all gathered buckets. */
 static void dt__zero_free_held(dt_zero *zero, int block) {
     for (int u = 0; u < zero->n_buckets; u++)
-        if (block < 0 || (zero->buckets[u].holder_block == block && zero->buckets[u].bucket->data))
+        if (block < 0 || (zero->buckets[u].holder_block == block && zero->buckets[u].bucket.data))
             dt__zero_free_gathered(zero, &zero->buckets[u]);
 }
 
@@ -1667,7 +1656,7 @@ static void dt__zero_free_held(dt_zero *zero, int block) {
 static void dt__gather_plans_rewind(dt_zero *zero) {
     for (int i = 0; i < 3 * zero->n_stages; i++) zero->gather_plans[i].position = 0;
     for (int u = 0; u < zero->n_buckets; u++)
-        if (zero->buckets[u].gathered && !zero->buckets[u].bucket->data)
+        if (zero->buckets[u].gathered && !zero->buckets[u].bucket.data)
             dt__zero_free_gathered(zero, &zero->buckets[u]);
 }
 
@@ -1698,8 +1687,8 @@ static dt_status dt__zero_prefetch(dt_zero *zero, const dt__gather_plan *plan, i
         others += plan->items[i].block != block;
         block = plan->items[i].block;
         if (others > 2 || (others == 2 && !zero->disk)) break;
-        if (others == 2 && !z->gathered && !z->bucket->shard) dt__params_read_start(zero, z);
-        if (others < 2 && !z->gather_work && !z->bucket->data) dt__zero_gather_start(zero, z);
+        if (others == 2 && !z->gathered && !z->bucket.shard) dt__params_read_start(zero, z);
+        if (others < 2 && !z->gather_work && !z->bucket.data) dt__zero_gather_start(zero, z);
         if (dt_error(zero->ctx) != DT_OK) break;
     }
     return dt_error(zero->ctx);
@@ -1707,7 +1696,7 @@ static dt_status dt__zero_prefetch(dt_zero *zero, const dt__gather_plan *plan, i
 
 static void dt__zero_on_gather(dt_ctx *ctx, dt_bucket *bucket, void *user) {
     dt_zero *zero = (dt_zero *)user;
-    dt__zero_bucket *z = &zero->buckets[bucket->index];
+    dt__zero_bucket *z = (dt__zero_bucket *)bucket;
     dt__gather_plan *plan = &zero->gather_plans[3 * bucket->stage + zero->current_plan];
     z->holder_block = ctx->entered_block ? ctx->entered_block->index : 0;
     if (!ctx->outside_op && !dt__gather_plan_record(zero, plan, bucket->index, z->holder_block))
@@ -1722,10 +1711,8 @@ static void dt__zero_on_gather(dt_ctx *ctx, dt_bucket *bucket, void *user) {
 static void dt__zero_on_release(
     dt_ctx *ctx, dt_bucket *bucket, int written, int unused, void *user) {
     dt_zero *zero = (dt_zero *)user;
-    if (dt_error(ctx) != DT_OK || bucket->data == bucket->shard ||
-        dt__zero_buckets_alloc(zero) != DT_OK)
-        return;
-    dt__zero_bucket *z = &zero->buckets[bucket->index];
+    dt__zero_bucket *z = (dt__zero_bucket *)bucket;
+    if (dt_error(ctx) != DT_OK || bucket->data == bucket->shard) return;
     void *shard = z->gathered
                       ? (char *)z->gathered + bucket->shard_offset * dt_dtype_size(bucket->dtype)
                       : bucket->shard;
@@ -1763,8 +1750,8 @@ static void dt__zero_on_reset(dt_ctx *ctx, void *user) {
 
 /* Returns 1 if a call of dt__norm_local_sums with this value of on_disk includes the bucket: calls
    with 0 sum the squares of gradients in memory, calls with 1 those of gradients on disk. */
-static int dt__norm_includes(const dt_zero *zero, const dt__zero_bucket *z, int on_disk) {
-    return !z->bucket->frozen && dt__grad_on_disk(zero, z->bucket) == on_disk;
+static int dt__norm_includes(const dt__zero_bucket *z, int on_disk) {
+    return !z->bucket.frozen && z->bucket.grad_offloaded == on_disk;
 }
 
 /* Sets zero->sums of the buckets [first, end): one sum of squares for each 1,024 elements of this
@@ -1775,17 +1762,16 @@ static dt_status dt__norm_local_sums(dt_zero *zero, int first, int end, int on_d
     size_t runs = 0, n = 0;
     for (int u = first; u < end; u++) {
         const dt__zero_bucket *z = &zero->buckets[u];
-        size_t all = z->bucket->padded / DT_PIECE;
-        if (dt__norm_includes(zero, z, on_disk)) runs += z->count / DT_PIECE;
-        if (z->bucket->frozen ||
-            (dt__norm_includes(zero, z, on_disk) && z->count < z->bucket->padded))
+        size_t all = z->bucket.padded / DT_PIECE;
+        if (dt__norm_includes(z, on_disk)) runs += z->count / DT_PIECE;
+        if (z->bucket.frozen || (dt__norm_includes(z, on_disk) && z->count < z->bucket.padded))
             memset(zero->sums + z->sums_at, 0, all * sizeof *zero->sums);
     }
     double *from = (double *)dt_scratch(ctx, runs * sizeof *from), *at = from, *to = zero->sums;
     for (int u = first; u < end && runs > 0; u++) {
         const dt__zero_bucket *z = &zero->buckets[u];
-        if (!dt__norm_includes(zero, z, on_disk)) continue;
-        dt_square_sums_args a = { z->bucket->grad_dtype, at, dt__zero_grad_shard(z), z->count };
+        if (!dt__norm_includes(z, on_disk)) continue;
+        dt_square_sums_args a = { z->bucket.grad_dtype, at, dt__zero_grad_shard(z), z->count };
         if (!from || DT__KERNEL(ctx, "the gradient norm", square_sums, &a) != DT_OK)
             return dt_error(ctx);
         at += z->count / DT_PIECE;
@@ -1793,7 +1779,7 @@ static dt_status dt__norm_local_sums(dt_zero *zero, int first, int end, int on_d
     for (int u = first; u < end && runs > 0; u++) {
         const dt__zero_bucket *z = &zero->buckets[u];
         double *dest = zero->sums + z->sums_at + z->offset / DT_PIECE;
-        if (!dt__norm_includes(zero, z, on_disk)) continue;
+        if (!dt__norm_includes(z, on_disk)) continue;
         if (dest != to + n) { /* not adjacent to the previous sums: start a new copy */
             dt__move(ctx, to, from, n * sizeof *from);
             from += n;
@@ -1815,7 +1801,7 @@ static dt_status dt__norm_local_sums(dt_zero *zero, int first, int end, int on_d
 static dt_status dt__norm_square_sums(dt_zero *zero) {
     if (dt__norm_local_sums(zero, 0, zero->n_buckets, 0) != DT_OK) return dt_error(zero->ctx);
     if (dt__onebit_frozen(zero)) return dt__onebit_square_sums(zero);
-    if (zero->desc.stage == 0) return DT_OK;
+    if (!zero->stage->shard_optim) return DT_OK;
     return dt__norm_sum_kinds(zero, zero->groups[DT__DENSE].shard, zero->groups[DT__EXPERTS].shard);
 }
 
@@ -1828,10 +1814,10 @@ static dt_status dt__norm_sum_shards(dt_zero *zero) {
         const dt__zero_bucket *z = &zero->buckets[u];
         double *total = &zero->bucket_sums[z->pipeline_index];
         for (int c = 0; c < 3; c++) {
-            dt_comm *comm = dt__bucket_desc(zero, z->bucket)->shards[c].comm;
+            dt_comm *comm = dt__bucket_desc(zero, &z->bucket)->shards[c].comm;
             if (comm && dt_sum_doubles(comm, total, 1) != DT_OK) return dt_error(zero->ctx);
         }
-        if (dt_comm_rank(dt__tied_group(zero, z->bucket)) > 0) *total = 0;
+        if (dt_comm_rank(z->tied_group) > 0) *total = 0;
     }
     return DT_OK;
 }
@@ -1856,7 +1842,7 @@ static void dt__norm_bucket_sums(dt_zero *zero) {
                 const dt__zero_bucket *z = &zero->buckets[u++];
                 total[t] = &zero->bucket_sums[z->pipeline_index];
                 next_sum[t] = zero->sums + z->sums_at;
-                left[t] = z->bucket->padded / DT_PIECE;
+                left[t] = z->bucket.padded / DT_PIECE;
                 sum[t] = 0;
             }
             if (total[t] && (busy < 0 || left[t] < left[busy])) busy = t;
@@ -1902,24 +1888,24 @@ static dt_status dt__bad_grad_locate(
     size_t bad = 0, at = piece * DT_PIECE;
     if (dt__grads_copy_out(zero, z, at - z->offset, copy, DT_PIECE) != DT_OK)
         return dt_error(zero->ctx);
-    while (bad < DT_PIECE && isfinite(dt__number(z->bucket->grad_dtype, copy, bad))) bad++;
+    while (bad < DT_PIECE && isfinite(dt__number(z->bucket.grad_dtype, copy, bad))) bad++;
     for (size_t i = 0, largest = 0; bad == DT_PIECE && i <= DT_PIECE;
          i++) { /* if all are finite, find the largest: its square is not finite */
         if (i == DT_PIECE)
             bad = largest;
-        else if (fabs(dt__number(z->bucket->grad_dtype, copy, i)) >
-                 fabs(dt__number(z->bucket->grad_dtype, copy, largest)))
+        else if (fabs(dt__number(z->bucket.grad_dtype, copy, i)) >
+                 fabs(dt__number(z->bucket.grad_dtype, copy, largest)))
             largest = i;
     }
-    const dt_tensor *t = dt_param_get(zero->ctx, z->bucket->first_param);
-    for (int p = 1; p < z->bucket->n_params; p++) {
-        const dt_tensor *later = dt_param_get(zero->ctx, z->bucket->first_param + p);
+    const dt_tensor *t = dt_param_get(zero->ctx, z->bucket.first_param);
+    for (int p = 1; p < z->bucket.n_params; p++) {
+        const dt_tensor *later = dt_param_get(zero->ctx, z->bucket.first_param + p);
         if (later->param->offset <= at + bad) t = later;
     }
     fault->rank = dt_ctx_rank(zero->ctx);
     fault->param = t->param->index;
     fault->element = (double)(at + bad - t->param->offset);
-    fault->value = dt__number(z->bucket->grad_dtype, copy, bad);
+    fault->value = dt__number(z->bucket.grad_dtype, copy, bad);
     return DT_OK;
 }
 
@@ -1937,9 +1923,9 @@ static dt_status dt__bad_grad_find(dt_zero *zero, dt__bad_grad *fault) {
         size_t i = z->offset / DT_PIECE, end = (z->offset + z->count) / DT_PIECE;
         while (
             i < end && (isfinite(zero->sums[z->sums_at + i]) ||
-                           (dt__onebit_frozen(zero) && !dt__onebit_at_fault(zero, z->bucket, i))))
+                           (dt__onebit_frozen(zero) && !dt__onebit_at_fault(zero, &z->bucket, i))))
             i++;
-        if (i < end && !z->bucket->frozen && dt__bad_grad_locate(zero, z, i, fault) != DT_OK)
+        if (i < end && !z->bucket.frozen && dt__bad_grad_locate(zero, z, i, fault) != DT_OK)
             return dt_error(zero->ctx);
     }
     double *all = (double *)dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "the first bad gradient");
@@ -2164,7 +2150,7 @@ static dt_status dt__zero_update_param(
 /* Updates the elements of the span, parameter by parameter. */
 static dt_status dt__zero_update_span(
     dt_zero *zero, dt__zero_bucket *z, const dt__update_span *s, double lr, double grad_scale) {
-    const dt_bucket *u = z->bucket;
+    const dt_bucket *u = &z->bucket;
     dt__update_batch batch;
     size_t size = dt__zero_element_size(z), narrow_size = dt_dtype_size(u->dtype),
            end = s->offset + s->count;
@@ -2197,80 +2183,82 @@ static dt_status dt__zero_update_span(
     return dt__update_batch_flush(zero, &batch);
 }
 
-/* Mixed precision with master weights (arXiv:1710.03740): updates this rank's shard of a bucket.
-   The update changes the f32 master weight, and rounds the result to the 16-bit parameter. In 16
-   bits, updates much smaller than the weight would be lost:
-
-       grad f32 --> master f32, m, v --> round --> parameter bf16 or f16 */
-static dt_status dt__zero_update_bucket(
-    dt_zero *zero, dt__zero_bucket *z, double lr, double grad_scale) {
-    const dt_bucket *u = z->bucket;
-    dt__update_span shard = { .offset = z->offset,
-        .count = z->count,
-        .grad = dt__zero_grad_shard(z),
-        .state = { z->state[0], z->state[1] },
-        .master = z->master,
-        .values = dt__zero_param_shard(z) };
-    dt_cast_args widen = { .dtype = u->grad_dtype,
-        .from = u->dtype,
-        .out = z->master,
-        .in = shard.values,
-        .count = z->count };
-    /* the first step copies the parameters to the master weights, so the program can load
-       parameters before the first step */
-    if (z->master && zero->step == 0 &&
-        DT__KERNEL(zero->ctx, "master parameters", cast, &widen) != DT_OK)
-        return dt_error(zero->ctx);
-    return dt__zero_update_span(zero, z, &shard, lr, grad_scale);
+/* Copies the parameters to the master weights, in the first step, so that the program can load
+   parameters before that step. */
+static dt_status dt__masters_init(dt_zero *zero) {
+    for (int u = 0; u < zero->n_buckets; u++) {
+        dt__zero_bucket *z = &zero->buckets[u];
+        dt_cast_args widen = { .dtype = z->bucket.grad_dtype,
+            .from = z->bucket.dtype,
+            .out = z->master,
+            .in = z->master ? dt__zero_param_shard(z) : NULL,
+            .count = z->count };
+        if (z->master && DT__KERNEL(zero->ctx, "master parameters", cast, &widen) != DT_OK)
+            return dt_error(zero->ctx);
+    }
+    return DT_OK;
 }
 
 static dt_status dt__offload_update(dt_zero *zero, double lr, double grad_scale);
 
-/* Updates all buckets. ZeRO-1 and ZeRO-2 all-gather each bucket's parameters while the next bucket
-   is updated. */
+/* Mixed precision with master weights (arXiv:1710.03740). The update changes the f32 master weight,
+   and rounds the result to the 16-bit parameter. In 16 bits, updates much smaller than the weight
+   would be lost:
+
+       grad f32 --> master f32, m, v --> round --> parameter bf16 or f16
+
+   Updates this rank's shard of all buckets. ZeRO-1 and ZeRO-2 all-gather each bucket's parameters
+   while the next bucket is updated. */
 static dt_status dt__zero_update_all(dt_zero *zero, double lr, double grad_scale) {
-    int streams = dt__zero_offloads(zero);
-    if (streams && dt__offload_update(zero, lr, grad_scale) != DT_OK) return dt_error(zero->ctx);
+    int offloaded = dt__zero_offloads(zero),
+        gathers = zero->stage->shard_optim && !zero->stage->shard_params;
+    if (offloaded && dt__offload_update(zero, lr, grad_scale) != DT_OK) return dt_error(zero->ctx);
+    if (!offloaded && zero->step == 0 && dt__masters_init(zero) != DT_OK)
+        return dt_error(zero->ctx);
     for (int u = 0; u <= zero->n_buckets; u++) {
-        dt__zero_bucket *z = u < zero->n_buckets ? &zero->buckets[u] : NULL,
-                        *before = u > 0 ? &zero->buckets[u - 1] : NULL;
-        int signs = z && !z->bucket->frozen && dt__onebit_frozen(zero);
-        if (signs && dt__onebit_momentum(zero, z, grad_scale) != DT_OK) return dt_error(zero->ctx);
-        if (z && !z->bucket->frozen && !streams &&
-            dt__zero_update_bucket(zero, z, lr, grad_scale) != DT_OK)
+        dt__zero_bucket *z = u < zero->n_buckets ? &zero->buckets[u] : NULL;
+        if (z && z->bucket.frozen) z = NULL;
+        if (z && dt__onebit_frozen(zero) && dt__onebit_momentum(zero, z, grad_scale) != DT_OK)
             return dt_error(zero->ctx);
-        if (before && dt_wait(zero->ctx, before->work) != DT_OK) return dt_error(zero->ctx);
-        if (before) before->work = NULL;
-        if (!z || z->bucket->frozen || (zero->desc.stage != 1 && zero->desc.stage != 2)) continue;
-        z->work = dt_all_gather_start(
-            z->shard_group, dt__zero_param_shard(z), z->bucket->data, z->count, z->bucket->dtype);
+        if (z && !offloaded) {
+            dt__update_span shard = { .offset = z->offset,
+                .count = z->count,
+                .grad = dt__zero_grad_shard(z),
+                .state = { z->state[0], z->state[1] },
+                .master = z->master,
+                .values = dt__zero_param_shard(z) };
+            if (dt__zero_update_span(zero, z, &shard, lr, grad_scale) != DT_OK)
+                return dt_error(zero->ctx);
+        }
+        if (u > 0 && dt__zero_work_wait(zero, &zero->buckets[u - 1]) != DT_OK)
+            return dt_error(zero->ctx);
+        if (z && gathers)
+            z->work = dt_all_gather_start(
+                z->shard_group, dt__zero_param_shard(z), z->bucket.data, z->count, z->bucket.dtype);
     }
     return dt_error(zero->ctx);
 }
 
 // ==== 13. I/O thread ============================================================================
 
-/* I/O thread. A rank has at most one. Offload to a folder and background saves start it, and share
-   it. Requests wait in one queue; those of offload go first, because a step waits for them:
+/* I/O thread. A rank has at most one, which offload to a folder and background saves share.
+   Requests wait in one queue; those of offload go first, because a step waits for them:
 
        offload          read, read, write --+
                                             +--> queue --> one piece at a time --> io table
        background save  write, ..., fsync --+
 
-   A piece is a transfer of at most DT__IO_BUFFER bytes, or one fsync, rename or other operation.
-   After each piece the thread takes the first request of the queue again, so a request of offload
-   waits for at most one piece of a save. A save writes DT__SYNC_BYTES to the disk before it goes
-   on; otherwise its fsync at the end would write everything at once and would delay offload for
-   seconds.
+   A piece is a transfer of at most DT__IO_BUFFER bytes, or one fsync, rename or other operation. A
+   request of offload waits for at most one piece of a save. A save syncs every DT__SYNC_BYTES;
+   otherwise its fsync at the end would delay offload for seconds.
 
-   If a disk access hangs, the rank abandons the thread. The thread has copied to its own memory all
-   that the access needs, so the rank can free the rest. When the access returns, the thread closes
-   the descriptors that the rank has left to it, and ends; the thread's own memory is not freed. All
-   waits have the same timeout: the thread has completed no operation for timeout_s seconds.
+   If the thread completes no piece for timeout_s seconds, the rank abandons it. The thread has
+   copied to its own memory all that its disk access needs, so the rank can free the rest. When the
+   access returns, the thread closes the descriptors that the rank has left to it, and ends; the
+   thread's own memory is not freed.
 
-   A thread that only saves checkpoints gets priority 19. A thread that also serves offload keeps
-   its priority: on Linux a thread may lower its priority but needs a privilege to raise it again,
-   and a busy machine would then delay the steps. */
+   A thread that only saves checkpoints gets priority 19. A thread that serves offload keeps its
+   priority, because a busy machine would delay the steps, and raising it again needs privilege. */
 
 enum { DT__IO_BUFFER = 1 << 18, DT__SYNC_BYTES = 1 << 20, DT__ORPHANS = 32 };
 enum {
@@ -2351,26 +2339,16 @@ static void dt__file_op_run(
 /* Transfers a piece between t->buffer and the file. */
 static void dt__io_transfer_piece(dt__io_thread *t) {
     const dt_io *io = &t->writer.io;
-    const dt__file_op *op = &t->op;
-    char what[100];
-    int writes = op->kind == DT__OP_WRITE, end = 0;
-    if (t->writer.why[0]) return;
-    int64_t n = dt__io_transfer(io, t->fd, writes, t->buffer, op->bytes, op->offset, &end);
-    if (n == op->bytes) {
-        errno = 0;
-        if (!t->sync_bytes || !io->sync_and_evict ||
-            io->sync_and_evict(io->user, t->fd, t->sync_bytes, t->sync_from) == 0)
-            return;
-        n = 0;
-    }
-    if (end) errno = writes ? ENOSPC : DT__SHORTER;
-    snprintf(what, sizeof what, "%s byte %lld", t->doing, (long long)(op->offset + n - t->base));
-    dt__writer_fail(&t->writer, t->path[0], what);
+    dt__writer_transfer(&t->writer, t->path[0], t->fd, t->op.kind == DT__OP_WRITE, t->doing,
+        t->buffer, t->op.bytes, t->op.offset, t->base);
+    if (t->writer.why[0] || !t->sync_bytes || !io->sync_and_evict) return;
+    errno = 0;
+    if (io->sync_and_evict(io->user, t->fd, t->sync_bytes, t->sync_from) != 0)
+        dt__writer_fail(&t->writer, t->path[0], t->doing);
 }
 
-/* Does one piece of the first request. The caller holds the lock, and the function releases it
-   during the piece. If the thread is abandoned meanwhile, the function touches neither the request
-   nor its files and data. */
+/* Does one piece of the first request. Releases the caller's lock during the piece; if the thread
+   is abandoned meanwhile, touches neither the request nor its files and data. */
 static void dt__io_run_piece(dt__io_thread *t) {
     static const char *const names[] = { "reading", "writing", "open", "fsync", "fsync", "rename",
         "removing old checkpoints" };
@@ -2384,13 +2362,12 @@ static void dt__io_run_piece(dt__io_thread *t) {
     t->fd = f->fd[op->file];
     memcpy(t->path[0], f->path[op->file], sizeof t->path[0]);
     memcpy(t->path[1], f->path[op->to], sizeof t->path[1]);
-    snprintf(t->doing, sizeof t->doing, r->what ? "%s %s," : "%s", names[op->kind], r->what);
+    snprintf(t->doing, sizeof t->doing, r->what ? "%s %s" : "%s", names[op->kind], r->what);
     if (moves) {
         int64_t left = op->bytes - r->done, *unsynced = &f->unsynced[op->file];
         t->op.offset += r->done;
         t->op.bytes = left < DT__IO_BUFFER ? left : (int64_t)DT__IO_BUFFER;
-        t->base = r->background ? 0 : op->offset;
-        t->sync_from = t->base;
+        t->base = t->sync_from = r->background ? 0 : op->offset;
         t->sync_bytes = left == t->op.bytes ? op->bytes : 0;
         if (r->background) {
             *unsynced += t->op.bytes;
@@ -2439,8 +2416,7 @@ static void *dt__io_main(void *arg) {
     return NULL;
 }
 
-/* If the thread has completed no operation for timeout_s, abandons it, fails the context and
-   returns 1. Else returns 0. */
+/* If the thread has completed no piece for timeout_s, abandons it, fails the context, returns 1. */
 static int dt__io_stalled(dt_ctx *ctx, dt__io_thread *t) {
     int64_t progress = __atomic_load_n(&t->progress, __ATOMIC_RELAXED);
     if (progress != t->progress_seen) {
@@ -2500,6 +2476,13 @@ static dt_status dt__files_check(dt_ctx *ctx, const dt__files *f, const char *fu
     return status;
 }
 
+/* Fails the context if snprintf has written a path of `length` bytes, more than fit. */
+static dt_status dt__path_check(dt_ctx *ctx, const char *func, const char *path, int length) {
+    if (length < DT__PATH_BYTES) return dt_error(ctx);
+    return dt_fail(ctx, DT_ERR_ARG, "%s: %.80s...: a path of at most %d bytes is needed", func,
+        path, DT__PATH_BYTES - 1);
+}
+
 static void dt__files_init(dt_ctx *ctx, dt__files *f) {
     memset(f, 0, sizeof *f);
     f->writer.io = *dt_ctx_io(ctx);
@@ -2507,8 +2490,7 @@ static void dt__files_init(dt_ctx *ctx, dt__files *f) {
 }
 
 /* Cancels the requests for these files, waits for the piece in progress, and closes the files 0 to
-   end - 1. If the thread is abandoned, it may be using a file, and close may hang too: then the
-   thread closes the files. */
+   end - 1. If the thread is abandoned, it closes them, because close may hang too. */
 static void dt__files_close(dt_ctx *ctx, dt__files *f, int end) {
     dt__io_thread *t = f->thread;
     double nap = 1e-5;
@@ -2607,19 +2589,20 @@ static void dt__io_leave(dt_ctx *ctx, dt__io_thread **at) {
    step reads one slot and writes the other slot. The slots swap only after every rank has written
    all of its chunks, so a step that fails on one rank changes no rank's data. For the same reason
    parameters in memory change last: the updated parameters of a chunk overwrite the chunk's
-   gradient, which is no longer needed; after every rank has succeeded, the gradient's memory is
-   copied to the parameters. Optimizer state in host memory is updated in place: after a failed step
-   such state is lost, although parameters on disk are unchanged.
+   gradient, and are copied to the parameters after every rank has succeeded. Optimizer state in
+   host memory is updated in place: a failed step loses it.
 
-   If both the optimizer state and the parameters are in the file, the gradients are in the file
-   too, after the two slots. This rank's shard of a bucket's gradient is written when the gradient
-   of a micro-batch has been reduced. It is read to add the next micro-batch's gradient, and read
-   chunk by chunk in the update.
+   If both the optimizer state and the parameters are in the file, the gradients are too, after the
+   two slots. This rank's shard is written when the gradient of a micro-batch has been reduced, read
+   to add the next micro-batch's gradient, and read chunk by chunk in the update.
 
    Written data is dropped from the page cache. The file is unlinked directly after it is opened, so
    it disappears when the process ends, even if the process is killed. */
 
 enum { DT__DISK_NAMES = 1000 };
+/* Names of the arrays of a bucket, for messages. */
+static const char *const dt__array_names[DT__ARRAYS] = { "optimizer state", "optimizer state",
+    "master parameters", "values", "gradients" };
 
 struct dt__disk {
     dt__files files;
@@ -2627,38 +2610,70 @@ struct dt__disk {
     int64_t slot_bytes;
 };
 
-static void dt__disk_start(dt__disk *d, dt__io_request *job, int write, void *at, size_t bytes,
-    int64_t offset, const char *what) {
-    if (!d->files.thread) return; /* in a dry run */
-    void *device = job->device;
-    memset(job, 0, sizeof *job);
-    job->files = &d->files;
-    job->op = (dt__file_op){ .kind = write ? DT__OP_WRITE : DT__OP_READ,
-        .file = DT__OFFLOADED,
-        .to = DT__OFFLOADED,
-        .data = at,
-        .bytes = (int64_t)bytes,
-        .offset = offset };
+static int dt__on_disk(const char *target) {
+    return target && strcmp(target, "none") != 0 && strcmp(target, "cpu") != 0;
+}
+static int dt__in_host(const char *target) { return target && strcmp(target, "cpu") == 0; }
+static int dt__zero_offloads(const dt_zero *zero) {
+    const char *o = zero->desc.offload_optim, *p = zero->desc.offload_params;
+    return dt__on_disk(o) || dt__on_disk(p) || dt__in_host(o) || dt__in_host(p);
+}
+static int dt__grads_on_disk(const dt_zero *zero) {
+    return dt__on_disk(zero->desc.offload_optim) && dt__on_disk(zero->desc.offload_params) &&
+           !zero->desc.tree;
+}
+/* Returns the bytes of an array (DT__STATE_0 to DT__GRAD) of a bucket in the file, 0 if none. */
+static size_t dt__disk_array_bytes(const dt_zero *zero, const dt_bucket *bucket, int array) {
+    size_t count = ((const dt__zero_bucket *)bucket)->count;
+    int present = array == DT__MASTER ? dt__zero_has_master(bucket) : array < zero->states;
+    present &= dt__on_disk(zero->desc.offload_optim) && !bucket->frozen;
+    if (array == DT__GRAD) present = bucket->grad_offloaded;
+    if (array == DT__PARAMS) present = dt__on_disk(zero->desc.offload_params);
+    if (!present) return 0;
+    return count * dt_dtype_size(array == DT__PARAMS ? bucket->dtype : bucket->grad_dtype);
+}
+
+/* Returns the offset in the file of an array of bucket u, in the given slot. Frozen parameters are
+   always in slot 0; gradients are after both slots. With u = n_buckets, the result is the end of
+   the slot's arrays or, if array is DT__GRAD, of the file. */
+static int64_t dt__disk_offset(const dt_zero *zero, int u, int array, int slot) {
+    const dt_bucket *bucket = dt_bucket_get(zero->ctx, u);
+    int grad = array == DT__GRAD;
+    int64_t at = (grad ? 2 : bucket && bucket->frozen ? 0 : slot) * zero->disk->slot_bytes;
+    for (int i = 0; i <= u && i < dt_bucket_count(zero->ctx); i++)
+        for (int a = 0; a < DT__ARRAYS; a++)
+            if ((a == DT__GRAD) == grad && (i < u || a < array))
+                at += (int64_t)dt__disk_array_bytes(zero, dt_bucket_get(zero->ctx, i), a);
+    return at;
+}
+
+/* Starts to transfer bytes [at, at + bytes) of an array of bucket u, in the given slot. */
+static void dt__disk_start(dt_zero *zero, dt__io_request *job, int write, int u, int array,
+    int slot, size_t at, void *memory, size_t bytes) {
+    if (!zero->disk->files.thread) return; /* in a dry run */
+    dt__file_op op = { write ? DT__OP_WRITE : DT__OP_READ, DT__OFFLOADED, DT__OFFLOADED, memory,
+        (int64_t)bytes, dt__disk_offset(zero, u, array, slot) + (int64_t)at };
+    *job = (dt__io_request){
+        .files = &zero->disk->files, .op = op, .what = dt__array_names[array], .device = job->device
+    };
     job->ops = &job->op;
     job->n_ops = 1;
-    job->what = what;
-    job->device = device;
     dt__io_start(job);
 }
 
-/* Starts a transfer to or from a bucket's memory. Device memory is transferred through a copy in
-   host memory, which dt__disk_end frees. */
-static dt_status dt__disk_begin(dt_zero *zero, dt__io_request *job, int write, void *at,
-    size_t bytes, int64_t offset, const char *what) {
+/* Starts to transfer this rank's shard of an array of bucket u to or from `memory`. Device memory
+   is transferred through a copy in host memory, which dt__disk_end frees. */
+static dt_status dt__disk_begin(
+    dt_zero *zero, dt__io_request *job, int write, int u, int array, void *memory, size_t bytes) {
     dt_ctx *ctx = zero->ctx;
     if (zero->update_kernels != &ctx->kernels) {
         void *host = dt_alloc(ctx, DT_MEM_HOST, bytes, "a copy for the disk");
         if (!host) return dt_error(ctx);
-        if (write && dt__move(ctx, host, at, bytes) == DT_OK) dt__sync(ctx);
-        job->device = at;
-        at = host;
+        if (write) dt__move_now(ctx, host, memory, bytes);
+        job->device = memory;
+        memory = host;
     }
-    dt__disk_start(zero->disk, job, write, at, bytes, offset, what);
+    dt__disk_start(zero, job, write, u, array, zero->disk->slot, 0, memory, bytes);
     return dt_error(ctx);
 }
 
@@ -2666,9 +2681,7 @@ static void dt__disk_end(dt_zero *zero, dt__io_request *job, int arrived) {
     void *host = job->op.data;
     size_t bytes = (size_t)job->op.bytes;
     if (!job->device) return;
-    if (arrived && job->op.kind == DT__OP_READ &&
-        dt__move(zero->ctx, job->device, host, bytes) == DT_OK)
-        dt__sync(zero->ctx);
+    if (arrived && job->op.kind == DT__OP_READ) dt__move_now(zero->ctx, job->device, host, bytes);
     dt_free(zero->ctx, DT_MEM_HOST, host, bytes);
     job->device = NULL;
 }
@@ -2685,69 +2698,6 @@ static dt_status dt__disk_wait(dt_zero *zero, dt__io_request *job) {
     return job->failed ? dt__files_check(ctx, &zero->disk->files, NULL) : dt_error(ctx);
 }
 
-/* Waits for the job's previous transfer, then starts a new transfer and waits for its end. */
-static dt_status dt__disk_transfer_now(dt_zero *zero, dt__io_request *job, int write, void *at,
-    size_t bytes, int64_t offset, const char *what) {
-    if (dt__disk_wait(zero, job) != DT_OK) return dt_error(zero->ctx);
-    dt__disk_start(zero->disk, job, write, at, bytes, offset, what);
-    return dt__disk_wait(zero, job);
-}
-
-static int dt__on_disk(const char *target) {
-    return target && strcmp(target, "none") != 0 && strcmp(target, "cpu") != 0;
-}
-static int dt__in_host(const char *target) { return target && strcmp(target, "cpu") == 0; }
-static int dt__zero_offloads(const dt_zero *zero) {
-    const char *o = zero->desc.offload_optim, *p = zero->desc.offload_params;
-    return dt__on_disk(o) || dt__on_disk(p) || dt__in_host(o) || dt__in_host(p);
-}
-static int dt__grads_on_disk(const dt_zero *zero) {
-    return dt__on_disk(zero->desc.offload_optim) && dt__on_disk(zero->desc.offload_params) &&
-           !zero->desc.tree;
-}
-/* Returns 1 if a bucket's gradient is on disk. Tied gradients stay in memory, because another
-   pipeline stage adds to them at the end of the step. */
-static int dt__grad_on_disk(const dt_zero *zero, const dt_bucket *bucket) {
-    return dt__grads_on_disk(zero) && !bucket->frozen && !dt__tied_group(zero, bucket);
-}
-
-/* Returns the bytes of one array of a bucket in the file; 0 if the array is not in the file.
-   `array` is an index from DT__STATE_0 to DT__GRAD. */
-static size_t dt__disk_array_bytes(const dt_zero *zero, const dt_bucket *bucket, int array) {
-    size_t count = bucket->padded / (size_t)dt__zero_shards(zero, bucket);
-    int state = dt__on_disk(zero->desc.offload_optim) && !bucket->frozen;
-    if (array == DT__GRAD)
-        return dt__grad_on_disk(zero, bucket) ? count * dt_dtype_size(bucket->grad_dtype) : 0;
-    if (array == DT__PARAMS)
-        return dt__on_disk(zero->desc.offload_params) ? count * dt_dtype_size(bucket->dtype) : 0;
-    if (array == DT__MASTER)
-        return state && dt__zero_has_master(bucket) ? count * dt_dtype_size(bucket->grad_dtype) : 0;
-    return state && array < zero->states ? count * dt_dtype_size(bucket->grad_dtype) : 0;
-}
-
-/* Returns the offset of an array of bucket u from the start of a slot. With u = n_buckets and
-   array = 0, the result is the size of a slot. */
-static int64_t dt__disk_slot_offset(const dt_zero *zero, int u, int array) {
-    size_t at = 0;
-    for (int i = 0; i <= u && i < dt_bucket_count(zero->ctx); i++)
-        for (int a = 0; a < (i < u ? (int)DT__GRAD : array); a++)
-            at += dt__disk_array_bytes(zero, dt_bucket_get(zero->ctx, i), a);
-    return (int64_t)at;
-}
-
-/* Returns the offset in the file of an array of bucket u, in the given slot. Frozen parameters are
-   always in slot 0; gradients are after both slots. */
-static int64_t dt__disk_offset(const dt_zero *zero, int u, int array, int slot) {
-    const dt_bucket *bucket = dt_bucket_get(zero->ctx, u);
-    int64_t at = 2 * zero->disk->slot_bytes;
-    if (array != DT__GRAD)
-        return (bucket && bucket->frozen ? 0 : slot) * (at / 2) +
-               dt__disk_slot_offset(zero, u, array);
-    for (int i = 0; i < u; i++)
-        at += (int64_t)dt__disk_array_bytes(zero, dt_bucket_get(zero->ctx, i), DT__GRAD);
-    return at;
-}
-
 static dt_status dt__disk_open(dt_zero *zero) {
     dt_ctx *ctx = zero->ctx;
     const char *o = zero->desc.offload_optim, *p = zero->desc.offload_params,
@@ -2757,37 +2707,30 @@ static dt_status dt__disk_open(dt_zero *zero) {
     if (!d) return dt_error(ctx);
     dt__files_init(ctx, &d->files);
     zero->disk = d;
-    d->slot_bytes = dt__disk_slot_offset(zero, dt_bucket_count(ctx), 0);
-    const dt_io *io = &d->files.writer.io;
+    d->slot_bytes = dt__disk_offset(zero, dt_bucket_count(ctx), 0, 0);
+    dt__writer *w = &d->files.writer;
     char *path = d->files.path[DT__OFFLOADED];
-    int64_t bytes = dt__disk_offset(zero, dt_bucket_count(ctx), DT__GRAD, 0);
     int fd = -1;
     /* create the file under a name that is not in use; the file is unlinked below */
     for (int other = 0; fd < 0 && other < DT__DISK_NAMES; other++) {
         char number[16] = "";
         if (other) snprintf(number, sizeof number, ".%d", other);
-        if (snprintf(path, DT__PATH_BYTES, "%s/dt-rank-%d%s.offload", folder, dt_ctx_rank(ctx),
-                number) >= DT__PATH_BYTES)
-            return dt_fail(ctx, DT_ERR_ARG,
-                "dt_zero_make: offload to %.60s...: a path of at most %d bytes is needed", folder,
-                DT__PATH_BYTES - 1);
+        int length = snprintf(
+            path, DT__PATH_BYTES, "%s/dt-rank-%d%s.offload", folder, dt_ctx_rank(ctx), number);
+        if (dt__path_check(ctx, "dt_zero_make: offload", folder, length) != DT_OK)
+            return dt_error(ctx);
         /* a dry run needs the memory, but no file */
         if (dt__is_dry_run(zero)) return dt__io_thread_make(zero) ? DT_OK : dt_error(ctx);
-        errno = 0;
-        fd = io->open(io->user, path, DT_IO_PRIVATE);
+        fd = dt__open(&w->io, path, DT_IO_PRIVATE);
         if (fd < 0 && errno != EEXIST) break;
     }
     d->files.fd[DT__OFFLOADED] = fd;
-    const char *failed = fd < 0 ? "open" : NULL;
-    errno = failed ? errno : 0;
-    if (!failed && io->remove(io->user, path) != 0) failed = "remove";
-    if (failed)
-        return dt_fail(
-            ctx, DT_ERR_IO, "dt_zero_make: offload to %s: %s: %s", path, failed, dt__io_reason());
-    errno = 0; /* resize fills the file with zeros: optimizer state starts at zero */
-    if (io->resize(io->user, fd, bytes) != 0)
-        return dt_fail(ctx, DT_ERR_IO, "%s: making room for %lld bytes: %s", path, (long long)bytes,
-            dt__io_reason());
+    if (fd < 0) dt__writer_fail(w, path, "open");
+    errno = 0;
+    if (fd >= 0 && w->io.remove(w->io.user, path) != 0) dt__writer_fail(w, path, "remove");
+    if (!w->why[0]) /* the file's zeros are the first optimizer state */
+        dt__writer_resize(w, path, fd, dt__disk_offset(zero, dt_bucket_count(ctx), DT__GRAD, 0));
+    if (dt__files_check(ctx, &d->files, "dt_zero_make: offload") != DT_OK) return dt_error(ctx);
     return dt__io_join(zero, &d->files, 0)
                ? DT_OK
                : dt_fail(ctx, DT_ERR_MEM, "%s: no thread to read and write it", path);
@@ -2816,7 +2759,7 @@ static dt_status dt__chunks_make(dt_zero *zero) {
         const dt__zero_bucket *z = &zero->buckets[u];
         if (dt__zero_element_size(z) > element) element = dt__zero_element_size(z);
         if (z->count > longest) longest = z->count;
-        masters |= dt__zero_has_master(z->bucket);
+        masters |= dt__zero_has_master(&z->bucket);
     }
     zero->chunk_elements = zero->desc.offload_chunk ? zero->desc.offload_chunk : (size_t)1 << 17;
     if (zero->chunk_elements > longest) zero->chunk_elements = longest;
@@ -2838,17 +2781,14 @@ static dt_status dt__chunks_make(dt_zero *zero) {
 
 /* ---- offloaded parameters ---- */
 
-/* Stores the values at `shard` as this rank's shard of the bucket's parameters: on disk, in host
-   memory or on the device. */
+/* Stores the values at `shard` as this rank's shard of the bucket's parameters. */
 static dt_status dt__params_store(
     dt_zero *zero, dt__zero_bucket *z, dt_bucket *bucket, void *shard) {
     size_t bytes = bucket->shard_count * dt_dtype_size(bucket->dtype);
     if (dt__on_disk(zero->desc.offload_params)) {
-        if (!zero->disk && dt__disk_open(zero) != DT_OK) return dt_error(zero->ctx);
-        if (dt__disk_wait(zero, &z->disk_job) != DT_OK ||
-            dt__disk_begin(zero, &z->disk_job, 1, shard, bytes,
-                dt__disk_offset(zero, bucket->index, DT__PARAMS, zero->disk->slot),
-                "values") != DT_OK)
+        if ((!zero->disk && dt__disk_open(zero) != DT_OK) ||
+            dt__disk_wait(zero, &z->disk_job) != DT_OK ||
+            dt__disk_begin(zero, &z->disk_job, 1, bucket->index, DT__PARAMS, shard, bytes) != DT_OK)
             return dt_error(zero->ctx);
         return dt__disk_wait(zero, &z->disk_job);
     }
@@ -2858,99 +2798,89 @@ static dt_status dt__params_store(
     return z->host_shard ? dt__move(zero->ctx, z->host_shard, shard, bytes) : dt_error(zero->ctx);
 }
 
-/* Acquires a buffer for a bucket's gathered parameters. If the parameters are offloaded, also
-   starts to read this rank's shard into the buffer. */
+/* Acquires a buffer for a bucket's gathered parameters, and starts to read this rank's shard into
+   it if the parameters are offloaded. */
 static dt_status dt__params_read_start(dt_zero *zero, dt__zero_bucket *z) {
-    const dt_bucket *u = z->bucket;
+    const dt_bucket *u = &z->bucket;
     size_t size = dt_dtype_size(u->dtype);
     z->gathered = dt__buffer_acquire(zero->ctx, DT_MEM_COMM, u->padded * size);
     char *mine = z->gathered ? (char *)z->gathered + u->shard_offset * size : NULL;
     if (mine && z->host_shard)
         return dt__move(zero->ctx, mine, z->host_shard, u->shard_count * size);
     if (mine && zero->disk && !u->shard)
-        dt__disk_begin(zero, &z->disk_job, 0, mine, u->shard_count * size,
-            dt__disk_offset(zero, u->index, DT__PARAMS, zero->disk->slot), "values");
+        dt__disk_begin(zero, &z->disk_job, 0, u->index, DT__PARAMS, mine, u->shard_count * size);
     return dt_error(zero->ctx);
 }
 
-/* Copies `bytes` bytes of this rank's shard of the parameters, from byte `at` on, to host
-   memory. */
+/* Copies bytes [at, at + bytes) of this rank's shard of an array, wherever it is, to `host`, or
+   with write = 1 from `host`. */
+static dt_status dt__array_access(
+    dt_zero *zero, dt__zero_bucket *z, int array, int write, size_t at, void *host, size_t bytes) {
+    char *here = (char *)(array == DT__PARAMS   ? z->host_shard ? z->host_shard : z->bucket.shard
+                          : array == DT__MASTER ? z->master
+                          : array < DT__MASTER  ? z->state[array]
+                          : z->bucket.grad_offloaded ? NULL
+                                                     : dt__zero_grad_shard(z));
+    if (here)
+        return dt__move_now(zero->ctx, write ? here + at : host, write ? host : here + at, bytes);
+    dt__io_request *job = array == DT__GRAD ? &z->grad_job : &z->disk_job;
+    if (dt__disk_wait(zero, job) != DT_OK) return dt_error(zero->ctx);
+    dt__disk_start(zero, job, write, z->bucket.index, array, zero->disk->slot, at, host, bytes);
+    return dt__disk_wait(zero, job);
+}
+
 static dt_status dt__params_copy_out(
     dt_zero *zero, const dt_bucket *bucket, size_t at, void *host, size_t bytes) {
-    dt__zero_bucket *z = &zero->buckets[bucket->index];
-    const char *from = z->host_shard ? (const char *)z->host_shard : (const char *)bucket->shard;
-    if (from)
-        return dt__move(zero->ctx, host, from + at, bytes) == DT_OK ? dt__sync(zero->ctx)
-                                                                    : dt_error(zero->ctx);
-    return dt__disk_transfer_now(zero, &z->disk_job, 0, host, bytes,
-        dt__disk_offset(zero, bucket->index, DT__PARAMS, zero->disk->slot) + (int64_t)at, "values");
+    return dt__array_access(zero, &zero->buckets[bucket->index], DT__PARAMS, 0, at, host, bytes);
+}
+
+/* Copies `count` elements of this rank's shard of the step's gradient. */
+static dt_status dt__grads_copy_out(
+    dt_zero *zero, dt__zero_bucket *z, size_t element, void *host, size_t count) {
+    size_t size = dt__zero_element_size(z);
+    return dt__array_access(zero, z, DT__GRAD, 0, element * size, host, count * size);
 }
 
 /* ---- gradients on disk ---- */
 
-/* Acquires a buffer for this rank's shard of a bucket's gradient. If there were earlier
-   micro-batches, also starts to read their sum into the buffer. */
+/* Acquires a buffer for this rank's shard of a bucket's gradient, and starts to read the sum of
+   earlier micro-batches into it. */
 static dt_status dt__grads_read_start(dt_zero *zero, dt__zero_bucket *z) {
     size_t bytes = z->count * dt__zero_element_size(z);
-    z->grad_shard = dt__buffer_acquire(zero->ctx, DT_MEM_COMM, bytes);
-    if (z->grad_shard && z->accumulated)
-        dt__disk_begin(zero, &z->grad_job, 0, z->grad_shard, bytes,
-            dt__disk_offset(zero, z->bucket->index, DT__GRAD, 0), "gradients");
+    z->bucket.grad = dt__buffer_acquire(zero->ctx, DT_MEM_COMM, bytes);
+    if (z->bucket.grad && z->bucket.micros > 0)
+        dt__disk_begin(zero, &z->grad_job, 0, z->bucket.index, DT__GRAD, z->bucket.grad, bytes);
     return dt_error(zero->ctx);
 }
 
-/* If a gradient is being written to disk, waits for this write and releases the gradient's
-   buffer. */
-static dt_status dt__grads_write_end(dt_zero *zero) {
-    if (!dt__grads_on_disk(zero) || zero->storing_bucket < 0) return dt_error(zero->ctx);
-    dt__zero_bucket *z = &zero->buckets[zero->storing_bucket];
-    if (dt__disk_wait(zero, &z->grad_job) != DT_OK) return dt_error(zero->ctx);
-    dt__buffer_release(zero->ctx, z->grad_shard);
-    z->grad_shard = NULL;
-    zero->storing_bucket = -1;
-    return DT_OK;
-}
-
-/* Starts to write this rank's shard of a bucket's gradient, after a micro-batch was added to the
-   shard. The write overlaps the reduction of the next bucket. After the last micro-batch the shard
-   is first summed over replicas and over the groups of gradient placements, and the sums of squares
-   for the gradient norm are computed. */
 static dt_status dt__grads_write_start(dt_zero *zero, dt__zero_bucket *z) {
-    int last = zero->ctx->micro == zero->ctx->micro_count - 1, u = z->bucket->index;
-    if (last) dt__reduce_replicas_start(z);
-    if (last && (dt__reduce_replicas_end(zero, z) != DT_OK ||
-                    dt__norm_local_sums(zero, u, u + 1, 1) != DT_OK))
-        return dt_error(zero->ctx);
-    if (dt__grads_write_end(zero) != DT_OK) return dt_error(zero->ctx);
-    dt__disk_begin(zero, &z->grad_job, 1, z->grad_shard, z->count * dt__zero_element_size(z),
-        dt__disk_offset(zero, z->bucket->index, DT__GRAD, 0), "gradients");
-    zero->storing_bucket = z->bucket->index;
-    return dt_error(zero->ctx);
+    return dt__disk_begin(zero, &z->grad_job, 1, z->bucket.index, DT__GRAD, z->bucket.grad,
+        z->count * dt__zero_element_size(z));
 }
 
-/* Copies `count` elements of this rank's shard of the step's gradient, from `element` on, to host
-   memory. */
-static dt_status dt__grads_copy_out(
-    dt_zero *zero, dt__zero_bucket *z, size_t element, void *host, size_t count) {
-    size_t bytes = count * dt__zero_element_size(z), at = element * dt__zero_element_size(z);
-    if (dt__grad_on_disk(zero, z->bucket))
-        return dt__disk_transfer_now(zero, &z->grad_job, 0, host, bytes,
-            dt__disk_offset(zero, z->bucket->index, DT__GRAD, 0) + (int64_t)at, "gradients");
-    if (dt__move(zero->ctx, host, (char *)dt__zero_grad_shard(z) + at, bytes) != DT_OK)
-        return dt_error(zero->ctx);
-    return dt__sync(zero->ctx);
+/* Waits until gradients that are being written are on disk, and releases their buffers. */
+static dt_status dt__grads_write_end(dt_zero *zero) {
+    for (int u = 0; u < zero->n_buckets; u++) {
+        dt__zero_bucket *z = &zero->buckets[u];
+        if (!z->bucket.grad_offloaded || !z->bucket.grad ||
+            z->bucket.grad_state == DT_GRAD_REDUCING)
+            continue;
+        if (dt__disk_wait(zero, &z->grad_job) != DT_OK) return dt_error(zero->ctx);
+        dt__buffer_release(zero->ctx, z->bucket.grad);
+        z->bucket.grad = NULL;
+    }
+    return dt_error(zero->ctx);
 }
 
 /* ---- the offloaded update ---- */
 
-/* Sets s to the chunk after `before`, or to the first chunk if `before` is NULL. Returns 1; 0 if
-   there is no further chunk. */
+/* Sets s to the chunk after `before`, or to the first chunk; returns 0 if there is none. */
 static int dt__chunk_next(
     const dt_zero *zero, dt__offload_chunk *s, const dt__offload_chunk *before) {
     if (zero->n_buckets == 0) return 0; /* a pipeline stage without parameters */
     int u = before ? before->bucket : 0;
     size_t first = before ? before->offset + before->count : zero->buckets[0].offset;
-    while (zero->buckets[u].bucket->frozen ||
+    while (zero->buckets[u].bucket.frozen ||
            first == zero->buckets[u].offset + zero->buckets[u].count) {
         if (++u == zero->n_buckets) return 0;
         first = zero->buckets[u].offset;
@@ -2968,23 +2898,19 @@ static dt_status dt__chunk_wait(dt_zero *zero, dt__offload_chunk *s) {
     return DT_OK;
 }
 
-/* Starts to read or to write those arrays of a chunk that are on disk. If the bucket has master
-   weights, the first step makes them from the parameters, so it does not read the master weights;
-   later steps do not read the parameters. */
+/* Starts to read or to write those arrays of a chunk that are on disk. Master weights are made from
+   the parameters in the first step; later steps do not read the parameters. */
 static void dt__chunk_transfer(dt_zero *zero, dt__offload_chunk *s, int write) {
-    static const char *const names[] = { "optimizer state", "optimizer state", "master parameters",
-        "values", "gradients" };
     const dt__zero_bucket *z = &zero->buckets[s->bucket];
-    int master = dt__zero_has_master(z->bucket);
+    int master = dt__zero_has_master(&z->bucket);
     for (int a = 0; a < DT__ARRAYS && zero->disk; a++) {
-        size_t size = a == DT__PARAMS ? dt_dtype_size(z->bucket->dtype) : dt__zero_element_size(z);
+        size_t size = a == DT__PARAMS ? dt_dtype_size(z->bucket.dtype) : dt__zero_element_size(z);
         int unread =
             (a == DT__MASTER && zero->step == 0) || (a == DT__PARAMS && master && zero->step > 0);
-        if (dt__disk_array_bytes(zero, z->bucket, a) == 0 || (write ? a == DT__GRAD : unread))
+        if (dt__disk_array_bytes(zero, &z->bucket, a) == 0 || (write ? a == DT__GRAD : unread))
             continue;
-        int64_t offset = dt__disk_offset(zero, s->bucket, a, zero->disk->slot ^ write);
-        offset += (int64_t)((s->offset - z->offset) * size);
-        dt__disk_start(zero->disk, &s->job[a], write, s->buf[a], s->count * size, offset, names[a]);
+        dt__disk_start(zero, &s->job[a], write, s->bucket, a, zero->disk->slot ^ write,
+            (s->offset - z->offset) * size, s->buf[a], s->count * size);
     }
 }
 
@@ -2993,13 +2919,12 @@ static dt_status dt__chunk_update(
     dt_zero *zero, dt__offload_chunk *s, double lr, double grad_scale) {
     dt_ctx *ctx = zero->ctx;
     dt__zero_bucket *z = &zero->buckets[s->bucket];
-    const dt_bucket *u = z->bucket;
+    const dt_bucket *u = &z->bucket;
     size_t size = dt__zero_element_size(z), narrow = dt_dtype_size(u->dtype),
            at = s->offset - z->offset, bytes = s->count * size;
     int master = dt__zero_has_master(u), on_disk = dt__disk_array_bytes(zero, u, DT__PARAMS) > 0;
-    char *grad =
-        (char *)(dt__grad_on_disk(zero, u) ? s->buf[DT__GRAD]
-                                           : dt__zero_element(z, dt__zero_grad_shard(z), at));
+    char *grad = (char *)(u->grad_offloaded ? s->buf[DT__GRAD]
+                                            : dt__zero_element(z, dt__zero_grad_shard(z), at));
     dt__update_span span = {
         .offset = s->offset, .count = s->count, .grad = grad, .state = { NULL, NULL }
     };
@@ -3027,16 +2952,14 @@ static dt_status dt__chunk_update(
     span.values = on_disk || !master ? s->buf[DT__PARAMS] : NULL;
     if (dt__zero_update_span(zero, z, &span, lr, grad_scale) != DT_OK || on_disk)
         return dt_error(ctx);
-    if (dt__move(ctx, grad, master ? span.master : s->buf[DT__PARAMS], bytes) != DT_OK)
-        return dt_error(ctx);
-    return dt__sync(ctx); /* because the buffers may next be used for another chunk */
+    /* waits, because the buffers may next be used for another chunk */
+    return dt__move_now(ctx, grad, master ? span.master : s->buf[DT__PARAMS], bytes);
 }
 
-/* Copies the updated parameters from the gradient's memory, where dt__chunk_update has put them, to
-   the parameters. */
+/* Copies the updated parameters from the gradient's memory, where dt__chunk_update put them. */
 static dt_status dt__offload_commit(dt_zero *zero, dt__zero_bucket *z) {
     dt_ctx *ctx = zero->ctx;
-    const dt_bucket *u = z->bucket;
+    const dt_bucket *u = &z->bucket;
     size_t size = dt__zero_element_size(z), narrow = dt_dtype_size(u->dtype);
     if (u->frozen || dt__disk_array_bytes(zero, u, DT__PARAMS) > 0) return dt_error(ctx);
     for (size_t at = 0, n; at < z->count; at += n) {
@@ -3045,8 +2968,7 @@ static dt_status dt__offload_commit(dt_zero *zero, dt__zero_bucket *z) {
         /* if the shard is in host memory and a cast is needed, the CPU casts from a host copy */
         void *host = z->host_shard && size != narrow ? zero->chunks[0].buf[DT__GRAD] : NULL;
         n = z->count - at < zero->chunk_elements ? z->count - at : zero->chunk_elements;
-        if (host && (dt__move(ctx, host, from, n * size) != DT_OK || dt__sync(ctx) != DT_OK))
-            return dt_error(ctx);
+        if (host && dt__move_now(ctx, host, from, n * size) != DT_OK) return dt_error(ctx);
         dt_cast_args a = { .dtype = u->dtype,
             .from = u->grad_dtype,
             .out = to,
@@ -3143,30 +3065,23 @@ static dt_status dt__onebit_check(dt_ctx *ctx, const dt_zero_desc *d) {
 }
 
 /* Returns the bytes of the message with one shard of a bucket: signs and one scale. */
-static size_t dt__onebit_message_bytes(const dt_zero *zero, const dt_bucket *bucket) {
-    return bucket->padded / (size_t)dt_comm_size(dt__bucket_groups(zero, bucket)->data) / 8 +
-           sizeof(double);
-}
-
-static size_t dt__onebit_error_bytes(const dt_zero *zero, const dt_bucket *bucket) {
-    size_t n_shard = bucket->padded / (size_t)dt_comm_size(dt__bucket_groups(zero, bucket)->data);
-    return bucket->frozen ? 0 : (bucket->padded + n_shard) * dt_dtype_size(bucket->grad_dtype);
+static size_t dt__onebit_message_bytes(const dt__zero_bucket *z) {
+    return z->bucket.padded / (size_t)dt_comm_size(z->data_group) / 8 + sizeof(double);
 }
 
 static dt_status dt__onebit_make(dt_zero *zero) {
     for (int u = 0; u < zero->n_buckets; u++) {
         dt__zero_bucket *z = &zero->buckets[u];
-        size_t N = (size_t)dt_comm_size(z->data_group),
-               bytes = 2 * N * dt__onebit_message_bytes(zero, z->bucket);
+        size_t N = (size_t)dt_comm_size(z->data_group), bytes = 2 * N * dt__onebit_message_bytes(z);
         zero->messages_bytes = bytes > zero->messages_bytes ? bytes : zero->messages_bytes;
-        for (int e = 0; e < 2 && !z->bucket->frozen; e++) {
-            size_t count = e ? z->bucket->padded / N : z->bucket->padded;
+        for (int e = 0; e < 2 && !z->bucket.frozen; e++) {
+            size_t count = e ? z->bucket.padded / N : z->bucket.padded;
             /* stored for dt_free, because the groups may be freed before the errors */
             z->error_bytes[e] = count * dt__zero_element_size(z);
             z->errors[e] =
                 dt_alloc(zero->ctx, DT_MEM_OPTIM, z->error_bytes[e], "errors of 1-bit Adam");
             if (!z->errors[e]) return dt_error(zero->ctx);
-            if (dt__fill(zero->ctx, z->bucket->grad_dtype, z->errors[e], count, 0) != DT_OK)
+            if (dt__fill(zero->ctx, z->bucket.grad_dtype, z->errors[e], count, 0) != DT_OK)
                 return dt_error(zero->ctx);
         }
     }
@@ -3221,11 +3136,11 @@ static dt_status dt__onebit_exchange(
    received shards overwrites the gradient, which is no longer needed. */
 static dt_status dt__onebit_momentum(dt_zero *zero, dt__zero_bucket *z, double grad_scale) {
     dt_ctx *ctx = zero->ctx;
-    dt_bucket *u = z->bucket;
+    dt_bucket *u = &z->bucket;
     dt_dtype type = u->grad_dtype;
     size_t N = (size_t)dt_comm_size(z->data_group), r = (size_t)dt_comm_rank(z->data_group),
            n_shard = u->padded / N;
-    size_t bytes = dt__onebit_message_bytes(zero, u), words = bytes / sizeof(int32_t);
+    size_t bytes = dt__onebit_message_bytes(z), words = bytes / sizeof(int32_t);
     char *out = (char *)zero->messages, *in = out + N * bytes;
     void *m = z->state[0], *v = z->state[1], *mean = dt__zero_element(z, u->grad, r * n_shard);
     size_t work_bytes =
@@ -3289,22 +3204,21 @@ static void dt__zero_on_closing(dt_ctx *ctx, void *user) {
     if (zero->chunks) dt__sync(ctx); /* completes copies from and to pinned memory */
     for (int u = 0; zero->buckets && u < zero->n_buckets; u++) {
         dt__zero_bucket *z = &zero->buckets[u];
-        const dt_bucket *bucket = dt_bucket_get(ctx, u);
-        dt_unpin(ctx, z->host_shard, bucket->shard_count * dt_dtype_size(bucket->dtype));
-        if (!z->bucket) continue;
+        dt_unpin(ctx, z->host_shard, z->bucket.shard_count * dt_dtype_size(z->bucket.dtype));
         size_t bytes = z->count * dt__zero_element_size(z);
         dt_mem mem = dt__in_host(zero->desc.offload_optim) ? DT_MEM_HOST : DT_MEM_OPTIM;
         if (dt_error(ctx) == DT_OK) dt__zero_free_gathered(zero, z);
         for (int s = 0; s < 2; s++) dt_free(ctx, mem, z->state[s], bytes);
         dt_free(ctx, mem, z->master, bytes);
-        if (z->grad_bytes) dt_free(ctx, DT_MEM_GRADS, z->grad_shard, z->grad_bytes);
         dt_free(ctx, DT_MEM_GRADS, z->levels, z->levels_bytes);
     }
     dt__disk_close(zero);
-    /* free the host copies of transfers that a failure has left unfinished */
+    /* free the gradients and the host copies of transfers that a failure has left unfinished; the
+       I/O thread no longer uses them */
     for (int u = 0; zero->buckets && u < zero->n_buckets; u++) {
         dt__disk_end(zero, &zero->buckets[u].disk_job, 0);
         dt__disk_end(zero, &zero->buckets[u].grad_job, 0);
+        dt__grad_free(ctx, &zero->buckets[u].bucket);
     }
     dt__onebit_free(zero);
     for (int i = 0; zero->gather_plans && i < 3 * zero->n_stages; i++)
@@ -3316,7 +3230,6 @@ static void dt__zero_on_closing(dt_ctx *ctx, void *user) {
     dt_unpin(ctx, zero->sums, zero->n_sums * sizeof *zero->sums);
     dt_free(
         ctx, DT_MEM_HOST, zero->bucket_sums, zero->n_pipeline_buckets * sizeof *zero->bucket_sums);
-    dt_free(ctx, DT_MEM_HOST, zero->buckets, (size_t)zero->n_buckets * sizeof *zero->buckets);
     dt_free(ctx, DT_MEM_HOST, zero, sizeof *zero);
 }
 
@@ -3371,26 +3284,13 @@ static int dt__zero_state_arrays(const dt_zero_desc *d) {
     return d->optimizer == DT_SGD ? d->momentum > 0 : 2;
 }
 
-/* Sets *pad, the number of elements of which a bucket's padded size is a multiple: DT_PIECE times
-   the number of ranks in the bucket's shard group, or with `tree` in its data group. At stage 3
-   also sets the number of shards, *parts, and the index of this rank's shard, *part. */
-static void dt__zero_shard_bucket(
-    const dt_bucket *bucket, size_t *pad, int *parts, int *part, void *user) {
-    const dt_zero *zero = (const dt_zero *)user;
-    const dt__zero_groups *g = dt__bucket_groups(zero, bucket);
-    *pad = (size_t)DT_PIECE * (size_t)dt_comm_size(zero->desc.tree ? g->data : g->shard);
-    if (zero->desc.stage < 3) return;
-    *parts = dt_comm_size(g->shard);
-    *part = dt_comm_rank(g->shard);
-}
-
 static dt_buckets_desc dt__zero_buckets_desc(dt_zero *zero) {
     const char *values = zero->desc.offload_params;
     dt_buckets_desc d = { .bucket_bytes = zero->desc.bucket_bytes,
         .offloaded = dt__on_disk(values) || dt__in_host(values),
-        .reduce_each_micro = dt__zero_shards_grads(zero),
-        .shard = dt__zero_shard_bucket,
-        .user = zero };
+        .shard = dt__zero_on_shard,
+        .user = zero,
+        .struct_bytes = sizeof(dt__zero_bucket) };
     return d;
 }
 
@@ -3412,7 +3312,7 @@ static void dt__zero_listen(dt_zero *zero) {
     l->grad_ready = dt__zero_on_grad_ready;
     l->closing = dt__zero_on_closing;
     l->user = zero;
-    if (zero->desc.stage == 3) {
+    if (zero->stage->shard_params) {
         l->enter = dt__zero_on_enter;
         l->leave = dt__zero_on_leave;
         l->gather = dt__zero_on_gather;
@@ -3433,10 +3333,12 @@ dt_zero *dt_zero_make(dt_ctx *ctx, dt_zero_desc desc) {
     if (desc.beta2 == 0) desc.beta2 = 0.999;
     if (desc.eps == 0) desc.eps = 1e-8;
     zero->desc = desc;
+    zero->stage = &dt__zero_stages[desc.stage];
+    zero->sum = desc.tree ? &dt__tree_each_micro : zero->stage->sum;
+    zero->next_bucket = -1;
     zero->states = dt__zero_state_arrays(&desc);
     zero->update_kernels = &ctx->kernels;
     zero->update_stream = ctx->stream;
-    zero->storing_bucket = -1;
     if (dt__zero_offloads(zero) && ctx->kernels.alloc && !dt__is_dry_run(zero)) {
         zero->update_kernels = dt_kernels_cpu();
         zero->update_stream = NULL;
@@ -3444,7 +3346,6 @@ dt_zero *dt_zero_make(dt_ctx *ctx, dt_zero_desc desc) {
     dt__zero_listen(zero);
     zero->mesh = desc.mesh ? *desc.mesh : dt_mesh_make(ctx, all);
     zero->desc.mesh = NULL; /* zero->mesh is the copy */
-    zero->reducing_stage = zero->next_bucket = -1;
     if (dt_error(ctx) == DT_OK && dt__zero_groups_make(zero) == DT_OK &&
         dt__zero_check_params(zero) == DT_OK && dt__gather_plans_make(zero) == DT_OK &&
         dt_buckets_make(ctx, dt__zero_buckets_desc(zero)) == DT_OK)
@@ -3462,24 +3363,15 @@ dt_zero *dt_zero_make(dt_ctx *ctx, dt_zero_desc desc) {
 void dt_zero_free(dt_zero *zero) {
     if (!zero) return;
     dt_loss_scale(zero->ctx, 1);
-    zero->ctx->reduce_each_micro = 0;
     dt_unlisten(zero->ctx, &zero->listener);
     dt__zero_on_closing(zero->ctx, zero);
-}
-
-/* Clears the gradients and their flags for the next step. */
-static void dt__zero_step_end(dt_zero *zero) {
-    for (int u = 0; u < zero->n_buckets; u++)
-        zero->buckets[u].reduced = zero->buckets[u].accumulated = 0;
-    zero->reducing_stage = -1;
-    zero->tied_summed = 0;
-    dt_clear_grads(zero->ctx);
 }
 
 /* Returns 1 if all gradients of the step have been reduced. */
 static int dt__zero_grads_reduced(const dt_zero *zero) {
     for (int u = 0; u < zero->n_buckets; u++)
-        if (!zero->buckets[u].bucket->frozen && !zero->buckets[u].reduced) return 0;
+        if (!zero->buckets[u].bucket.frozen && zero->buckets[u].bucket.grad_state < DT_GRAD_REDUCED)
+            return 0;
     return 1;
 }
 
@@ -3512,7 +3404,7 @@ dt_step_info dt_zero_step(dt_zero *zero, double lr) {
     }
     if (zero->step == 0 && zero->consecutive_skips == 0 && dt__compare_ranks(zero, 1) != DT_OK)
         return info;
-    if (dt__reduce_tied(zero) != DT_OK || dt__grad_norm(zero, &norm) != DT_OK) return info;
+    if (dt__grads_sum_tied(zero) != DT_OK || dt__grad_norm(zero, &norm) != DT_OK) return info;
     double bad = !isfinite(norm); /* if the norm is bad on any rank, no rank updates */
     if (dt_sum_doubles(zero->mesh.world, &bad, 1) != DT_OK) return info;
     if (bad > 0) {
@@ -3524,7 +3416,7 @@ dt_step_info dt_zero_step(dt_zero *zero, double lr) {
         int here = fault.rank >= 0 && dt__zero_pp_rank(zero, fault.rank) == zero->mesh.coord.pp;
         info.bad_param = here ? dt_param_get(zero->ctx, fault.param) : NULL;
         info.bad_element = (size_t)fault.element;
-        if (info.skipped) dt__zero_step_end(zero);
+        if (info.skipped) dt_clear_grads(zero->ctx);
         return info;
     }
     norm /= zero->loss_scale;
@@ -3532,7 +3424,7 @@ dt_step_info dt_zero_step(dt_zero *zero, double lr) {
     info.clip_scale = dt__clip_scale(zero, norm);
     if (dt__zero_update_all(zero, lr, info.clip_scale / zero->loss_scale) != DT_OK) return info;
     dt__scale_good(zero);
-    dt__zero_step_end(zero);
+    dt_clear_grads(zero->ctx);
     info.step = ++zero->step;
     info.grad_norm = norm;
     return info;
@@ -3555,13 +3447,13 @@ static dt__zero_bucket *dt__zero_bucket_of(
    copies the elements of `param` to host memory. */
 static dt_status dt__zero_all_gather_param(dt_zero *zero, const dt__zero_bucket *z,
     const void *shard, const dt_tensor *param, void *host) {
-    size_t size = dt__zero_element_size(z), bytes = z->bucket->padded * size;
+    size_t size = dt__zero_element_size(z), bytes = z->bucket.padded * size;
     void *full = dt_alloc(zero->ctx, DT_MEM_TEMP, bytes, "collecting a parameter's state");
     if (!full) return dt_error(zero->ctx);
     dt__move(zero->ctx, dt__zero_element(z, full, z->offset), shard, z->count * size);
-    if (zero->desc.stage >= 1)
+    if (zero->stage->shard_optim)
         dt_all_gather(z->shard_group, dt__zero_element(z, full, z->offset), full, z->count,
-            z->bucket->grad_dtype);
+            z->bucket.grad_dtype);
     if (dt_error(zero->ctx) == DT_OK)
         dt__move(zero->ctx, host, dt__zero_element(z, full, param->param->offset),
             param->param->count * size);
@@ -3578,16 +3470,14 @@ dt_status dt_zero_state(dt_zero *zero, int which, const dt_tensor *param, void *
         return dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_state: state %d of %d%s", which,
             zero->states, host ? "" : ", to host memory that is NULL");
     dt__zero_bucket *z = dt__zero_bucket_of(zero, "dt_zero_state", param);
-    size_t bytes = z ? dt__disk_array_bytes(zero, z->bucket, DT__STATE_0 + which) : 0;
+    size_t bytes = z ? dt__disk_array_bytes(zero, &z->bucket, DT__STATE_0 + which) : 0;
     if (!z || !bytes)
         return z ? dt__zero_all_gather_param(
                        zero, z, master ? z->master : z->state[which], param, host)
                  : dt_error(zero->ctx);
     void *shard = dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "collecting a parameter's state");
     if (!shard) return dt_error(zero->ctx);
-    if (dt__disk_transfer_now(zero, &z->disk_job, 0, shard, bytes,
-            dt__disk_offset(zero, z->bucket->index, DT__STATE_0 + which, zero->disk->slot),
-            "optimizer state") == DT_OK)
+    if (dt__array_access(zero, z, DT__STATE_0 + which, 0, 0, shard, bytes) == DT_OK)
         dt__zero_all_gather_param(zero, z, shard, param, host);
     dt_free(zero->ctx, DT_MEM_HOST, shard, bytes);
     return dt_error(zero->ctx);
@@ -3604,9 +3494,9 @@ dt_status dt_zero_grad(dt_zero *zero, const dt_tensor *param, void *host) {
     if (dt__onebit_frozen(zero))
         return dt_fail(
             zero->ctx, DT_ERR_UNSUPPORTED, "dt_zero_grad: 1-bit Adam no longer sums gradients");
-    if (dt__reduce_tied(zero) != DT_OK) return dt_error(zero->ctx);
+    if (dt__grads_sum_tied(zero) != DT_OK) return dt_error(zero->ctx);
     dt__zero_bucket *z = dt__zero_bucket_of(zero, "dt_zero_grad", param);
-    size_t bytes = z ? dt__disk_array_bytes(zero, z->bucket, DT__GRAD) : 0;
+    size_t bytes = z ? dt__disk_array_bytes(zero, &z->bucket, DT__GRAD) : 0;
     void *shard =
         bytes ? dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "collecting a parameter's gradient") : NULL;
     if (z && shard && dt__grads_copy_out(zero, z, 0, shard, z->count) == DT_OK)
@@ -3615,7 +3505,7 @@ dt_status dt_zero_grad(dt_zero *zero, const dt_tensor *param, void *host) {
     dt_free(zero->ctx, DT_MEM_HOST, shard, bytes);
     if (dt_error(zero->ctx) != DT_OK) return dt_error(zero->ctx);
     for (size_t i = 0; i < param->param->count && zero->loss_scale != 1; i++) {
-        if (z->bucket->grad_dtype == DT_F64)
+        if (z->bucket.grad_dtype == DT_F64)
             ((double *)host)[i] /= zero->loss_scale;
         else
             ((float *)host)[i] = (float)(((float *)host)[i] / zero->loss_scale);
@@ -3630,11 +3520,10 @@ size_t dt_zero_state_bytes(const dt_zero *zero) {
         return 0;
     size_t bytes = 0;
     for (int u = 0; u < zero->n_buckets; u++) {
-        const dt_bucket *bucket = zero->buckets[u].bucket;
-        size_t arrays = (size_t)(zero->states + dt__zero_has_master(bucket));
-        if (!bucket->frozen)
-            bytes += zero->buckets[u].count * arrays * dt_dtype_size(bucket->grad_dtype);
-        if (zero->desc.optimizer == DT_ONEBIT_ADAM) bytes += dt__onebit_error_bytes(zero, bucket);
+        const dt__zero_bucket *z = &zero->buckets[u];
+        size_t arrays = (size_t)(zero->states + dt__zero_has_master(&z->bucket));
+        if (!z->bucket.frozen) bytes += z->count * arrays * dt__zero_element_size(z);
+        bytes += z->error_bytes[0] + z->error_bytes[1];
     }
     return bytes;
 }
@@ -3663,24 +3552,22 @@ dt_zero_bytes dt_zero_formula(dt_zero_formula_desc d) {
 
 // ==== 18. Checkpoints: files ====================================================================
 
-/* The operations of a save (dt__file_op), done by the I/O thread of section 13, or by the calling
-   thread if the save is not in the background. Atomic commit of a checkpoint:
-
-       all ranks   dt__save_start    write their bytes; fsync each file; close
-       (wait until every rank has done this)
-       rank 0      dt__save_commit   write config.json and manifest.json, fsync, close
-                                     fsync DIR/step-200.1a2b3c.tmp     the file names are durable
-                                     rename it to DIR/step-200         <- commit
-                                     fsync DIR                         the rename is durable
-                                     remove old checkpoints
-
-   A crash before the rename leaves a .tmp folder, which the next job removes. A crash after the
-   rename leaves a complete checkpoint. */
+/* Atomic commit of a checkpoint (section 3 shows the steps): all ranks write, sync and close their
+   files in dt__save_start; when every rank has done so, rank 0 does the rest in dt__save_commit. A
+   crash before the rename leaves a .tmp folder, which the next job removes. */
 
 enum { DT__CKPT_COPY = 4 << 20, DT__CKPT_CHUNK = 1 << 20 };
 enum { DT__SAVE_IDLE = 0, DT__SAVE_WRITING, DT__SAVE_COMMITTING };
-static const char *const dt__ckpt_names[DT__CKPT_FILES] = { "model.safetensors",
-    "optim.safetensors" };
+static const char *const dt__ckpt_names[] = { "model.safetensors", "optim.safetensors",
+    "config.json", "manifest.json" }; /* DT__MODEL to DT__MANIFEST */
+
+/* Copies a folder's path without the slashes at its end to `out`, of DT__PATH_BYTES bytes. */
+static dt_status dt__copy_dir(dt_ctx *ctx, const char *func, char *out, const char *dir) {
+    if (!*dir) return dt_fail(ctx, DT_ERR_ARG, "%s: a folder without a name", func);
+    int bytes = snprintf(out, DT__PATH_BYTES, "%s", dir);
+    for (size_t n = strlen(out); n > 1 && out[n - 1] == '/'; n--) out[n - 1] = 0;
+    return dt__path_check(ctx, func, dir, bytes);
+}
 
 /* Sets the path of a file to dir/name. If the path is too long, records the failure. */
 static void dt__files_path(dt__files *f, int file, const char *dir, const char *name) {
@@ -3690,9 +3577,16 @@ static void dt__files_path(dt__files *f, int file, const char *dir, const char *
     if (!w->why[0]) snprintf(w->why, sizeof w->why, "%.80s...: the path is too long", dir);
 }
 
+/* Returns 1 if it has created the folder. */
+static int dt__writer_make_folder(dt__writer *w, const char *path) {
+    errno = 0;
+    int made = !w->why[0] && w->io.make_folder(w->io.user, path) == 0;
+    if (!made) dt__writer_fail(w, path, "making the folder");
+    return made;
+}
+
 /* Identifies a checkpoint: its step, and its number among the checkpoints of this step. The folder
-   step-200 is the first checkpoint of step 200 (repeat = 1), step-200-2 is the second
-   (repeat = 2). */
+   step-200 has repeat = 1, step-200-2 has repeat = 2. */
 typedef struct dt__ckpt_id {
     int64_t step;
     int repeat;
@@ -3708,8 +3602,7 @@ static void dt__ckpt_name(dt__ckpt_id id, char *name, size_t bytes) {
         name, bytes, id.repeat > 1 ? "step-%lld-%d" : "step-%lld", (long long)id.step, id.repeat);
 }
 
-/* Parses the first n bytes of `name`. Returns dt__ckpt_none unless they have exactly the form that
-   dt__ckpt_name writes. */
+/* Returns dt__ckpt_none unless the first n bytes of `name` are just what dt__ckpt_name writes. */
 static dt__ckpt_id dt__ckpt_parse_name(const char *name, size_t n) {
     long long step = -1;
     dt__ckpt_id id = { -1, 1 };
@@ -3742,6 +3635,21 @@ static int dt__newest_below(
     return answer;
 }
 
+/* [collective: world] Sets *id on all ranks to the newest checkpoint in `dir` that is older than
+   *id, or to dt__ckpt_none. Only rank 0 lists the folder. */
+static dt_status dt__newest_on_all(
+    dt_ctx *ctx, const char *func, const char *dir, dt__ckpt_id *id) {
+    dt__ckpt_id found = { 0, 0 };
+    if (dt_ctx_rank(ctx) == 0 && dt__newest_below(dt_ctx_io(ctx), dir, *id, &found) != 0 &&
+        errno != ENOENT)
+        dt_fail(ctx, DT_ERR_IO, "%s: %s: %s", func, dir, dt__io_reason());
+    double sum[2] = { (double)found.step, (double)found.repeat };
+    dt_sum_doubles(dt_world(ctx), sum, 2);
+    id->step = (int64_t)sum[0];
+    id->repeat = (int)sum[1];
+    return dt_error(ctx);
+}
+
 int64_t dt_checkpoint_newest(const dt_io *io, const char *dir, char *name, size_t bytes) {
     dt__ckpt_id id = dt__ckpt_none;
     if (name && bytes) name[0] = 0;
@@ -3754,13 +3662,12 @@ int64_t dt_checkpoint_newest(const dt_io *io, const char *dir, char *name, size_
 /* Removes a checkpoint. The manifest is removed first, so that a partly removed checkpoint never
    looks complete. Other files in the checkpoint's folder stay. */
 static int dt__ckpt_remove(const dt_io *io, const char *folder) {
-    static const char *const names[] = { "manifest.json", "config.json", "model.safetensors",
-        "optim.safetensors" };
+    const char *const names[] = { dt__ckpt_names[DT__MANIFEST], dt__ckpt_names[DT__CONFIG],
+        dt__ckpt_names[DT__MODEL], dt__ckpt_names[DT__OPTIM] };
     return io->remove_folder(io->user, folder, names, 4);
 }
 
-/* dt__tmp_sweep_one removes a folder of DIR if its name has exactly the form step-200.1a2b3c.tmp: a
-   killed job has left this folder. */
+/* Removes a folder of DIR that a killed job has left: exactly of the form step-200.1a2b3c.tmp. */
 typedef struct dt__tmp_sweep {
     const dt_io *io;
     const char *dir;
@@ -3777,13 +3684,12 @@ static void dt__tmp_sweep_one(void *arg, const char *name) {
 
 /* Keeps the checkpoint `newest` and the (keep - 1) checkpoints before it, and removes older
    checkpoints; keep = 0 keeps all. Checkpoints of later steps are neither counted nor removed:
-   dt_checkpoint_load has skipped them as damaged. A checkpoint that cannot be removed stays, which
-   is harmless. */
+   dt_checkpoint_load has skipped them as damaged. */
 static void dt__ckpt_remove_old(const dt_io *io, const char *newest, int64_t keep) {
-    const char *slash = strrchr(newest, '/');
-    dt__ckpt_id at = dt__ckpt_parse_name(slash + 1, strlen(slash + 1));
+    const char *last = dt__path_name(newest);
+    dt__ckpt_id at = dt__ckpt_parse_name(last, strlen(last));
     char name[64], dir[DT__PATH_BYTES], path[DT__PATH_BYTES + 64];
-    snprintf(dir, sizeof dir, "%.*s", (int)(slash - newest), newest);
+    snprintf(dir, sizeof dir, "%.*s", (int)(last - newest) - 1, newest);
     for (int64_t i = 1; i < keep && at.step >= 0; i++)
         if (dt__newest_below(io, dir, at, &at) != 0) return;
     while (keep > 0 && at.step >= 0 && dt__newest_below(io, dir, at, &at) == 0 && at.step >= 0) {
@@ -3795,15 +3701,14 @@ static void dt__ckpt_remove_old(const dt_io *io, const char *newest, int64_t kee
 
 // ==== 19. Checkpoints: contents =================================================================
 
-/* Which elements this rank has written to one of the two safetensors files. A digest is a sum over
-   elements, so the sum of all ranks' digests does not depend on the sharding. */
+/* The elements of each tensor that this rank has written to one of the two safetensors files, or
+   has read to check the file. A digest is a sum over elements, so the sum of all ranks' digests
+   does not depend on the sharding. */
 typedef struct dt__ckpt_file {
     struct dt_checkpoint *owner;
     int file;
-    /* (n) for each tensor, the digest of the elements that this rank has written; later the digest
-       of all elements */
-    uint64_t *digest;
-    int64_t *count; /* (n) for each tensor, the number of elements that this rank has written */
+    uint64_t *digest; /* (n) of this rank's elements; after dt__digests_sum, of all elements */
+    int64_t *count;   /* (n) number of these elements */
     int n;
 } dt__ckpt_file;
 
@@ -3818,10 +3723,8 @@ struct dt_checkpoint {
     dt_ctx *ctx;
     dt_checkpoint_desc desc;
     dt_listener listener;
-    const char *what; /* name of the public call, for messages */
-    /* content of the lock file: the process that holds the lock, and the time at which this process
-       took the lock, by its own clock */
-    char lock_text[300];
+    const char *what;    /* name of the public call, for messages */
+    char lock_text[300]; /* content of the lock file: this process, and when it took the lock */
     dt__files files;
     dt_weights *w[DT__CKPT_FILES]; /* the safetensors files: names and offsets of all tensors */
     dt__ckpt_file file[DT__CKPT_FILES];
@@ -3830,24 +3733,17 @@ struct dt_checkpoint {
     int saving;                        /* phase of a save: DT__SAVE_* */
     /* newest checkpoint of desc.dir that this job has loaded, skipped as damaged, or saved */
     dt__ckpt_id newest_known;
-    double done, total; /* elements written, and elements to write, for desc.progress */
-    char *config;       /* config text of the loaded checkpoint */
+    char *config; /* config text of the loaded checkpoint */
     char path[DT__PATH_BYTES];
-    /* the save's operations on this rank: writes if the save is staged, and those of
-       dt__save_start; then those of dt__save_commit */
     dt__io_request request;
-    dt__file_op *ops;
+    dt__file_op *ops; /* (n_ops) operations of dt__save_write and dt__save_start or of _commit */
     int n_ops, ops_capacity;
-    /* 1: the save is staged. buffers: all buffers of this rank; buffer: the buffer that is being
-       filled */
-    int staged;
-    dt__staging_buffer *buffers, *buffer;
-    char *manifest; /* on rank 0 only */
+    int staged;                           /* 1: the I/O thread writes */
+    dt__staging_buffer *buffers, *buffer; /* all, and the one that is being filled */
+    char *manifest;                       /* on rank 0 only */
     size_t manifest_bytes, manifest_capacity;
     char *config_json; /* a copy of desc.config_json */
-    /* 1 if this rank has created the folder DT__TEMP or the file of an export. After a failure this
-       rank removes the folder or the file */
-    int created;
+    int created;       /* 1: after a failure this rank removes the folder DT__TEMP or the export */
 };
 
 /* Returns the weight of a word's index in the digest. The weight is never 0, and 2^32 consecutive
@@ -3858,12 +3754,11 @@ static uint32_t dt__words_weight(uint32_t k) {
     return k ^ k >> 13;
 }
 
-/* Returns a digest of words: the sum of word times weight over all words, modulo 2^64, where the
-   weight depends on the word's index. If one word changes, the digest changes by the word's
-   difference times its weight, which is not 0 and is less than 2^64. If two different words are
-   swapped, the digest changes, because their weights differ. Other damage leaves the digest
-   unchanged only if the changes cancel by chance. `i` is the index of the first word, `size` the
-   bytes of a word. Each size has a loop of its own, so that compilers vectorize the loops. */
+/* Returns a digest of words: the sum of word times weight modulo 2^64, where the weight depends on
+   the word's index. A change of one word changes the digest, because the difference times the
+   weight is not 0 and less than 2^64; so does a swap of two different words, because their weights
+   differ; other changes cancel only by chance. `i` is the index of the first word, `size` the bytes
+   of a word; `words` is less than 2^32. Each size has its own loop, which compilers vectorize. */
 static uint64_t dt__words_digest(uint64_t i, const void *data, size_t words, size_t size) {
     const char *p = (const char *)data;
     uint64_t sum = 0;
@@ -3883,63 +3778,66 @@ static uint64_t dt__words_digest(uint64_t i, const void *data, size_t words, siz
     return sum;
 }
 
-/* dt__digest_split splits a digest into 4 doubles of 16 bits each, so that their sums over ranks
-   are exact. dt__digest_join makes a digest from the four sums. */
-static void dt__digest_split(double *to, uint64_t digest) {
-    for (int k = 0; k < 4; k++) to[k] = (double)(digest >> (16 * k) & 0xffff);
+/* Makes the digests and counts of the n tensors of file f, which are 0. */
+static dt_status dt__digests_make(dt_checkpoint *c, int f, int n) {
+    dt__ckpt_file *file = &c->file[f];
+    size_t bytes = ((size_t)n + 1) * sizeof *file->digest;
+    file->digest = (uint64_t *)dt__host_zeroed(c->ctx, bytes, "digests");
+    file->count = (int64_t *)dt__host_zeroed(c->ctx, bytes, "digests");
+    file->n = n;
+    return dt_error(c->ctx);
 }
-static uint64_t dt__digest_join(const double *from) {
-    uint64_t digest = 0;
-    for (int k = 0; k < 4; k++) digest += (uint64_t)from[k] << (16 * k);
-    return digest;
+
+/* [collective: world] Replaces the digests and counts of file f by their sums over all ranks. A
+   digest is summed as 4 doubles of 16 bits each, so that the sums are exact. */
+static dt_status dt__digests_sum(dt_checkpoint *c, int f) {
+    dt__ckpt_file *file = &c->file[f];
+    size_t n = 5 * (size_t)file->n;
+    if (dt_error(c->ctx) != DT_OK) return dt_error(c->ctx);
+    double *sums = (double *)dt_alloc(c->ctx, DT_MEM_HOST, (n + 1) * sizeof *sums, "digests");
+    for (size_t i = 0; i < n && sums; i++)
+        sums[i] = i % 5 == 4 ? (double)file->count[i / 5]
+                             : (double)(file->digest[i / 5] >> (16 * (i % 5)) & 0xffff);
+    dt_sum_doubles(c->zero->mesh.world, sums, sums ? n : 0);
+    for (int i = 0; i < file->n && dt_error(c->ctx) == DT_OK; i++) {
+        file->digest[i] = 0;
+        for (int k = 0; k < 4; k++) file->digest[i] += (uint64_t)sums[5 * i + k] << (16 * k);
+        file->count[i] = (int64_t)sums[5 * i + 4];
+    }
+    dt_free(c->ctx, DT_MEM_HOST, sums, (n + 1) * sizeof *sums);
+    return dt_error(c->ctx);
 }
 
 /* Returns the digest of the elements [first, first + count) of a tensor; `data` holds these
    elements. */
 static uint64_t dt__elements_digest(
     dt_dtype dtype, int64_t first, const void *data, int64_t count) {
-    size_t size = dt_dtype_size(dtype), word = size < 4 ? size : 4;
-    uint64_t per = size / word, sum = 0;
-    for (int64_t at = 0, n; at < count; at += n) { /* dt__words_digest counts in 32 bits */
-        n = count - at < 1 << 28 ? count - at : 1 << 28;
-        sum += dt__words_digest((uint64_t)(first + at) * per,
-            (const char *)data + (size_t)at * size, (size_t)n * (size_t)per, word);
-    }
-    return sum;
+    size_t size = dt_dtype_size(dtype), word = size < 4 ? size : 4, words = size / word;
+    return dt__words_digest((uint64_t)first * words, data, (size_t)count * words, word);
 }
 
-/* All-gather of texts. Returns the texts of all ranks in rank order, each padded with blanks to a
-   multiple of 4 bytes; NULL on failure. *bytes is the length of the result; free the result with
-   dt_free(.., *bytes + 1). The texts are sent by dt_sum_doubles, with 4 bytes of text in each
-   double, because dt_sum_doubles works in host memory on every device. */
+/* All-gather of texts: each rank broadcasts its text. Returns the texts of all ranks in rank order,
+   each padded with blanks to a multiple of 4 bytes; NULL on failure. *bytes is the length of the
+   result; free the result with dt_free(.., *bytes + 1). */
 static char *dt__all_gather_texts(dt_ctx *ctx, const char *mine, size_t n, size_t *bytes) {
     dt_comm *world = dt_world(ctx);
-    size_t ranks = (size_t)dt_comm_size(world), total = 0, before = 0;
-    double *words = (double *)dt__host_zeroed(ctx, ranks * sizeof *words, "texts of all ranks");
-    if (words) words[dt_comm_rank(world)] = (double)((n + 3) / 4);
-    dt_sum_doubles(world, words, words ? ranks : 0);
-    for (size_t r = 0; words && r < ranks; r++) {
-        if (r == (size_t)dt_comm_rank(world)) before = total;
-        total += (size_t)words[r];
+    int ranks = dt_comm_size(world), me = dt_comm_rank(world);
+    size_t length_bytes = (size_t)ranks * sizeof(double), at = 0;
+    double *length = (double *)dt__host_zeroed(ctx, length_bytes, "texts of all ranks");
+    if (length) length[me] = (double)((n + 3) / 4 * 4);
+    dt_sum_doubles(world, length, length ? (size_t)ranks : 0);
+    *bytes = 0;
+    for (int r = 0; r < ranks && length; r++) *bytes += (size_t)length[r];
+    char *text = (char *)dt_alloc(ctx, DT_MEM_HOST, *bytes + 1, "texts of all ranks");
+    if (text) memset(text, ' ', *bytes), text[*bytes] = 0;
+    for (int r = 0; r < ranks && text && length; r++) {
+        if (r == me && n > 0) memcpy(text + at, mine, n);
+        if (length[r] > 0) dt_broadcast(world, text + at, (size_t)length[r] / 4, DT_I32, r);
+        at += (size_t)length[r];
     }
-    dt_free(ctx, DT_MEM_HOST, words, ranks * sizeof *words);
-    if (dt_error(ctx) != DT_OK) return NULL;
-    double *all = (double *)dt__host_zeroed(ctx, (total + 1) * sizeof *all, "texts of all ranks");
-    char *text = (char *)dt__host_zeroed(ctx, 4 * total + 1, "texts of all ranks");
-    for (size_t i = 0; all && i < (n + 3) / 4; i++) {
-        uint32_t word = 0x20202020u;
-        memcpy(&word, mine + 4 * i, n - 4 * i < 4 ? n - 4 * i : 4);
-        all[before + i] = word;
-    }
-    dt_sum_doubles(world, all, all ? total : 0);
-    for (size_t i = 0; all && text && i < total; i++) {
-        uint32_t word = (uint32_t)all[i];
-        memcpy(text + 4 * i, &word, 4);
-    }
-    dt_free(ctx, DT_MEM_HOST, all, (total + 1) * sizeof *all);
-    *bytes = 4 * total;
+    dt_free(ctx, DT_MEM_HOST, length, length_bytes);
     if (dt_error(ctx) == DT_OK) return text;
-    if (text) dt_free(ctx, DT_MEM_HOST, text, 4 * total + 1);
+    if (text) dt_free(ctx, DT_MEM_HOST, text, *bytes + 1);
     return NULL;
 }
 
@@ -3956,8 +3854,8 @@ static dt_status dt__ckpt_map_weight(const dt_checkpoint *c, const dt_tensor *t,
 }
 
 /* Returns 1 if this rank takes part in writing a bucket. Of the replicas along tp, and for tied
-   parameters along pp, only the first replica writes. If a parameter is sharded over some of the tp
-   ranks, the shard group that contains the first rank of tp writes the parameter. */
+   parameters along pp, only the first writes; of several shard groups along tp, the one with the
+   first rank. */
 static int dt__ckpt_is_writer(const dt_zero *zero, const dt_bucket *bucket) {
     const dt_param_desc *d = dt__bucket_desc(zero, bucket);
     int tp = zero->mesh.sizes.tp, lowest = zero->mesh.coord.tp;
@@ -3981,8 +3879,7 @@ static char *dt__state_name(dt_ctx *ctx, int array, const char *name) {
     return dt__concat_text(ctx, dt__state_names[array], strlen(dt__state_names[array]), name);
 }
 
-/* Adds one tensor to the list of tensors, in JSON: [file,name,type,d0,d1,...] with the dimensions
-   d0, d1, ... */
+/* Adds one tensor to the list of tensors, in JSON: [file,name,type,d0,d1,...]. */
 static void dt__list_add(
     dt_json_out *o, int file, const char *name, dt_dtype dtype, dt_shape shape) {
     dt_json_open(o, NULL, '[');
@@ -4008,8 +3905,7 @@ static dt_status dt__list_param(const dt_checkpoint *c, dt_json_out *o, const dt
     return dt_error(c->ctx);
 }
 
-/* 1-bit Adam: writes the name of the tensor that stores an error array of this rank to `name`. e: 0
-   for the worker error, 1 for the server error. Every rank stores its own errors. */
+/* 1-bit Adam: writes the name of the tensor of this rank's worker (e = 0) or server error. */
 static void dt__onebit_error_name(
     const dt_checkpoint *c, int bucket, int e, char *name, size_t bytes) {
     snprintf(name, bytes, "error%d.%d.%d", e, dt_ctx_rank(c->ctx), bucket);
@@ -4018,8 +3914,8 @@ static dt_shape dt__onebit_error_shape(const dt__zero_bucket *z, int e) {
     return DT_SHAPE((int64_t)(z->error_bytes[e] / dt__zero_element_size(z)));
 }
 
-/* Lists this rank's tensors: the first rank of each pipeline stage lists all tensors of its stage,
-   and every rank lists its own 1-bit Adam errors. */
+/* The first rank of each pipeline stage lists all tensors of its stage, and every rank lists its
+   own 1-bit Adam errors. */
 static dt_status dt__list_local(const dt_checkpoint *c, dt_json_out *o) {
     const dt_zero *zero = c->zero;
     const dt_mesh_desc *at = &zero->mesh.coord;
@@ -4032,7 +3928,7 @@ static dt_status dt__list_local(const dt_checkpoint *c, dt_json_out *o) {
         for (int e = 0; e < 2 && zero->buckets[u].errors[e]; e++) {
             char name[64];
             dt__onebit_error_name(c, u, e, name, sizeof name);
-            dt__list_add(o, DT__OPTIM, name, zero->buckets[u].bucket->grad_dtype,
+            dt__list_add(o, DT__OPTIM, name, zero->buckets[u].bucket.grad_dtype,
                 dt__onebit_error_shape(&zero->buckets[u], e));
         }
     return dt_error(c->ctx);
@@ -4053,11 +3949,9 @@ static dt_status dt__list_declare(dt_checkpoint *c, const dt_json *j, int node) 
     if (t && w->desc.llmc.version) return DT_OK;
     if (!t)
         return dt_weights_declare(w, name, (dt_dtype)dtype, shape) < 0 ? dt_error(c->ctx) : DT_OK;
-    int same = t->dtype == (dt_dtype)dtype && t->shape.nd == shape.nd;
-    for (int i = 0; i < shape.nd; i++) same &= t->shape.d[i] == shape.d[i];
-    return same ? DT_OK
-                : dt_fail(c->ctx, DT_ERR_ARG, "dt_checkpoint: '%s' is %s and %s", name,
-                      dt__shape_text(t->shape).s, dt__shape_text(shape).s);
+    if (t->dtype == (dt_dtype)dtype && dt__same_shape(t->shape, shape)) return DT_OK;
+    return dt_fail(c->ctx, DT_ERR_ARG, "dt_checkpoint: '%s' is %s and %s", name,
+        dt__shape_text(t->shape).s, dt__shape_text(shape).s);
 }
 
 static void dt__list_free(dt_checkpoint *c) {
@@ -4089,12 +3983,10 @@ static dt_status dt__list_make(dt_checkpoint *c) {
     size_t bytes = 0;
     dt__list_free(c);
     for (int f = 0; f < c->n_files && dt_error(ctx) == DT_OK; f++) {
-        dt_weights_desc desc;
-        memset(&desc, 0, sizeof desc);
+        dt_weights_desc desc = { 0, { 0 } };
         if (c->export_desc) desc.llmc = c->export_desc->llmc;
         c->w[f] = dt_weights_create(ctx, c->files.path[f], desc);
-        c->file[f].owner = c;
-        c->file[f].file = f;
+        c->file[f] = (dt__ckpt_file){ .owner = c, .file = f };
         if (c->w[f]) c->w[f]->sink = (dt__sink){ dt__ckpt_sink, &c->file[f] };
     }
     /* a text that starts with a blank has a comma before each tensor, so the texts can be joined */
@@ -4113,29 +4005,24 @@ static dt_status dt__list_make(dt_checkpoint *c) {
     if (text) dt_free(ctx, DT_MEM_HOST, text, bytes + 1);
     dt_json_out_free(&mine);
     dt_json_out_free(&all);
-    for (int f = 0; f < c->n_files && dt_error(ctx) == DT_OK; f++) {
-        dt__ckpt_file *file = &c->file[f];
-        dt__weights_layout(c->w[f]);
-        size_t n = (size_t)dt_weights_count(c->w[f]) + 1;
-        file->digest = (uint64_t *)dt__host_zeroed(ctx, n * sizeof *file->digest, "digests");
-        file->count = (int64_t *)dt__host_zeroed(ctx, n * sizeof *file->count, "digests");
-        file->n = (int)n - 1;
-    }
+    for (int f = 0; f < c->n_files && dt_error(ctx) == DT_OK; f++)
+        if (dt__weights_layout(c->w[f]) == DT_OK) dt__digests_make(c, f, dt_weights_count(c->w[f]));
     return dt_error(ctx);
 }
 
 // ==== 20. Checkpoints: saving ===================================================================
 
-static void dt__save_add_op(dt_checkpoint *c, dt__file_op op) {
+static void dt__save_add_op(
+    dt_checkpoint *c, int kind, int file, void *data, int64_t bytes, int64_t offset) {
     dt__file_op *grown = (dt__file_op *)dt__grow(
         c->ctx, c->ops, c->n_ops, &c->ops_capacity, sizeof *grown, "operations of a save");
     if (!grown) return;
     c->ops = grown;
-    c->ops[c->n_ops++] = op;
+    c->ops[c->n_ops++] = (dt__file_op){ kind, file, DT__FINAL, data, bytes, offset };
 }
 
-/* Copies bytes to a buffer, for the I/O thread to write later. If the bytes continue the previous
-   write, they become part of the previous write. */
+/* Copies bytes to a buffer, for the I/O thread to write later, as part of the previous write if
+   they continue it. */
 static void dt__staging_add(
     dt_checkpoint *c, int file, const void *data, int64_t bytes, int64_t offset) {
     dt__staging_buffer *copy = c->buffer, *last_copy = NULL;
@@ -4162,16 +4049,10 @@ static void dt__staging_add(
         (char *)last->data + last->bytes == to)
         last->bytes += bytes;
     else
-        dt__save_add_op(c, (dt__file_op){ .kind = DT__OP_WRITE,
-                               .file = file,
-                               .to = file,
-                               .data = to,
-                               .bytes = bytes,
-                               .offset = offset });
+        dt__save_add_op(c, DT__OP_WRITE, file, to, bytes, offset);
 }
 
-/* Marks the buffers as empty but does not free them, because allocating memory for the next save
-   takes longer than copying to it. */
+/* Keeps the buffers, because allocating memory takes longer than copying to it. */
 static void dt__staging_reuse(dt_checkpoint *c) {
     for (dt__staging_buffer *copy = c->buffers; copy; copy = copy->next) copy->used = 0;
     c->buffer = c->buffers;
@@ -4186,8 +4067,7 @@ static void dt__staging_free(dt_checkpoint *c) {
     dt_free(c->ctx, DT_MEM_HOST, c->ops, (size_t)c->ops_capacity * sizeof *c->ops);
 }
 
-/* dt_weights_write calls this function with the bytes to write (dt__sink). Adds the elements'
-   digest to the tensor's digest, and writes the bytes, or stages them for a background save. */
+/* The dt__sink: adds to the tensor's digest, and writes the bytes or stages them. */
 static void dt__ckpt_sink(
     void *user, int index, int64_t first, int64_t count, const void *data, int64_t offset) {
     dt__ckpt_file *file = (dt__ckpt_file *)user;
@@ -4203,70 +4083,32 @@ static void dt__ckpt_sink(
         dt__writer_write(&f->writer, f->path[file->file], f->fd[file->file], data, bytes, offset);
 }
 
-static void dt__ckpt_progress(dt_checkpoint *c, double elements) {
-    c->done += elements;
-    if (c->desc.progress && dt_ctx_rank(c->ctx) == 0 && c->total > 0)
-        c->desc.progress(c->done < c->total ? c->done / c->total : 1, c->desc.user);
-}
-
-/* Saves the parameters of a bucket. All ranks of the bucket's data group hold these parameters (at
-   stage 3 after a gather), and each rank writes a fraction. */
-static dt_status dt__save_params(dt_checkpoint *c, dt__zero_bucket *z) {
+/* Resharding. Saves or loads a bucket's parameters, as w is open for writing or for reading. Each
+   rank reads its own local slices. All ranks of the data group hold the parameters (at stage 3
+   after a gather), so each of them writes a fraction. */
+static dt_status dt__params_transfer(dt_checkpoint *c, dt_weights *w, dt__zero_bucket *z) {
     dt_ctx *ctx = c->ctx;
-    dt_bucket *bucket = z->bucket;
-    dt_weights *w = c->w[DT__MODEL];
+    dt_bucket *bucket = &z->bucket;
     int gathered = !bucket->data;
     if (dt__gather_outside_op(dt_param_get(ctx, bucket->first_param)) != DT_OK)
         return dt_error(ctx);
     w->share = dt_comm_rank(z->data_group);
-    w->shares = dt_comm_size(z->data_group);
+    w->shares = w->writing ? dt_comm_size(z->data_group) : 0;
     for (int i = bucket->first_param; i < bucket->first_param + bucket->n_params; i++) {
         dt_tensor *t = dt_param_get(ctx, i);
         dt_weight_map p;
-        if (dt__ckpt_map_weight(c, t, &p) != DT_OK) return dt_error(ctx);
-        if (dt_weights_save(w, t, p.columns, p.part, p.n ? p.n : 1) != DT_OK) return dt_error(ctx);
+        if (dt__ckpt_map_weight(c, t, &p) != DT_OK ||
+            dt__weights_copy_param(w, w->writing, t, p.columns, p.part, p.n ? p.n : 1) != DT_OK)
+            return dt_error(ctx);
     }
     dt__bucket_release(ctx, bucket, 0, gathered);
     return dt_error(ctx);
 }
 
-/* Returns the address, in host memory, of elements [from, from + n) of the bucket's state array;
-   this rank's shard contains these elements. Elements that are on a device or on disk are first
-   copied to `host`. Returns NULL on failure. */
-static const void *dt__state_get(
-    dt_zero *zero, dt__zero_bucket *z, int array, size_t from, size_t n, void *host) {
-    size_t size = dt__zero_element_size(z), at = (from - z->offset) * size;
-    char *here = (char *)(array == DT__MASTER ? z->master : z->state[array]);
-    if (here && (!zero->ctx->kernels.alloc || dt__in_host(zero->desc.offload_optim)))
-        return here + at;
-    if (here &&
-        (dt__move(zero->ctx, host, here + at, n * size) != DT_OK || dt__sync(zero->ctx) != DT_OK))
-        return NULL;
-    if (here) return host;
-    int64_t offset = dt__disk_offset(zero, z->bucket->index, array, zero->disk->slot) + (int64_t)at;
-    return dt__disk_transfer_now(
-               zero, &z->disk_job, 0, host, n * size, offset, "optimizer state") == DT_OK
-               ? host
-               : NULL;
-}
-
-/* The inverse of dt__state_get: stores the elements at `host` in the state array. */
-static dt_status dt__state_set(
-    dt_zero *zero, dt__zero_bucket *z, int array, size_t from, size_t n, void *host) {
-    size_t size = dt__zero_element_size(z), at = (from - z->offset) * size;
-    char *here = (char *)(array == DT__MASTER ? z->master : z->state[array]);
-    if (here && dt__move(zero->ctx, here + at, host, n * size) == DT_OK) dt__sync(zero->ctx);
-    if (here) return dt_error(zero->ctx);
-    int64_t offset = dt__disk_offset(zero, z->bucket->index, array, zero->disk->slot) + (int64_t)at;
-    return dt__disk_transfer_now(zero, &z->disk_job, 1, host, n * size, offset, "optimizer state");
-}
-
-/* Resharding. Transfers elements [from, to) of a bucket's state array between `host` and the file
-   w: writes if w is open for writing, else reads. Each contiguous range of a parameter's local
-   slice is transferred to or from its position in the full tensor, so the file does not depend on
-   the layout. Padding, that is, elements of a slice beyond the end of the full tensor, is
-   skipped. */
-static dt_status dt__state_transfer(dt_checkpoint *c, dt_weights *w, const dt_bucket *bucket,
+/* Transfers elements [from, to) of a bucket's state array between `host` and the file. Each
+   contiguous range of a parameter's local slice has its position in the full tensor. Padding, that
+   is, elements of a slice beyond the end of the full tensor, is not in the file. */
+static dt_status dt__state_range_transfer(dt_checkpoint *c, dt_weights *w, const dt_bucket *bucket,
     int array, size_t from, size_t to, char *host) {
     size_t size = dt_dtype_size(bucket->grad_dtype);
     for (int i = bucket->first_param; i < bucket->first_param + bucket->n_params; i++) {
@@ -4284,41 +4126,41 @@ static dt_status dt__state_transfer(dt_checkpoint *c, dt_weights *w, const dt_bu
             size_t end = at + (size_t)walk.count < hi ? at + (size_t)walk.count : hi;
             if (begin >= end) continue;
             int64_t first = walk.global + (int64_t)(begin - at), n = (int64_t)(end - begin);
-            char *here = host + (begin - from) * size;
-            if (w->writing)
-                dt_weights_write(w, index, first, n, bucket->grad_dtype, here);
-            else
-                dt_weights_read(w, index, first, n, bucket->grad_dtype, here);
-            if (dt_error(c->ctx) != DT_OK) return dt_error(c->ctx);
+            if (dt__weights_access(w, w->writing, index, first, n, bucket->grad_dtype,
+                    host + (begin - from) * size) != DT_OK)
+                return dt_error(c->ctx);
         }
     }
     return dt_error(c->ctx);
 }
 
-/* Saves this rank's shard of a bucket's optimizer state. If several ranks hold this shard, each of
-   them writes a fraction. `host` is scratch memory. */
-static dt_status dt__save_state(dt_checkpoint *c, dt__zero_bucket *z, char *host) {
+/* Saves or loads this rank's shard of a bucket's optimizer state. If several ranks hold this shard,
+   each of them writes a fraction. `host` is scratch memory. */
+static dt_status dt__state_transfer(
+    dt_checkpoint *c, dt_weights *w, dt__zero_bucket *z, char *host) {
     dt_zero *zero = c->zero;
-    dt_comm *replicas = zero->desc.stage == 0 ? z->data_group : z->replica_group;
-    size_t n = (size_t)dt_comm_size(replicas), k = (size_t)dt_comm_rank(replicas),
-           size = dt__zero_element_size(z);
+    dt_comm *replicas = zero->stage->shard_optim ? z->replica_group : z->data_group;
+    size_t n = w->writing ? (size_t)dt_comm_size(replicas) : 1,
+           k = w->writing ? (size_t)dt_comm_rank(replicas) : 0, size = dt__zero_element_size(z);
     size_t from = z->offset + z->count / n * k,
-           to = k + 1 == n ? z->offset + z->count : from + z->count / n;
+           end = k + 1 == n ? z->offset + z->count : from + z->count / n;
     for (int a = 0; a <= DT__MASTER; a++)
-        for (size_t at = from, n_chunk; at < to && dt__ckpt_has_array(zero, z->bucket, a);
-             at += n_chunk) {
-            n_chunk = to - at < DT__CKPT_CHUNK / size ? to - at : DT__CKPT_CHUNK / size;
-            const void *here = dt__state_get(zero, z, a, at, n_chunk, host);
-            if (!here || dt__state_transfer(c, c->w[DT__OPTIM], z->bucket, a, at, at + n_chunk,
-                             (char *)here) != DT_OK)
-                return dt_error(c->ctx);
-            dt__ckpt_progress(c, (double)n_chunk);
+        for (size_t at = from, to; at < end && dt__ckpt_has_array(zero, &z->bucket, a); at = to) {
+            size_t here = (at - z->offset) * size, bytes = (end - at) * size;
+            if (bytes > (size_t)DT__CKPT_CHUNK) bytes = DT__CKPT_CHUNK;
+            to = at + bytes / size;
+            if (w->writing)
+                dt__array_access(zero, z, a, 0, here, host, bytes);
+            else
+                memset(host, 0, bytes); /* padding is 0 */
+            if (dt__state_range_transfer(c, w, &z->bucket, a, at, to, host) == DT_OK && !w->writing)
+                dt__array_access(zero, z, a, 1, here, host, bytes);
+            if (dt_error(c->ctx) != DT_OK) return dt_error(c->ctx);
         }
     return dt_error(c->ctx);
 }
 
-/* Writes this rank's 1-bit Adam errors of bucket u to the file w, or reads them if w is open for
-   reading. `host` is scratch memory. */
+/* Saves or loads this rank's 1-bit Adam errors of bucket u. `host` is scratch memory. */
 static dt_status dt__errors_transfer(dt_checkpoint *c, dt_weights *w, int u, char *host) {
     dt__zero_bucket *z = &c->zero->buckets[u];
     size_t size = dt__zero_element_size(z), max_count = DT__CKPT_CHUNK / size;
@@ -4330,11 +4172,10 @@ static dt_status dt__errors_transfer(dt_checkpoint *c, dt_weights *w, int u, cha
         for (size_t at = 0, n; at < count && dt_error(c->ctx) == DT_OK; at += n) {
             char *here = (char *)z->errors[e] + at * size;
             n = count - at < max_count ? count - at : max_count;
-            if (!w->writing)
-                dt_weights_read(w, index, (int64_t)at, (int64_t)n, z->bucket->grad_dtype, host);
-            dt__move(c->ctx, w->writing ? host : here, w->writing ? here : host, n * size);
-            if (dt__sync(c->ctx) != DT_OK || !w->writing) continue;
-            dt_weights_write(w, index, (int64_t)at, (int64_t)n, z->bucket->grad_dtype, host);
+            if (w->writing) dt__move_now(c->ctx, host, here, n * size);
+            dt__weights_access(
+                w, w->writing, index, (int64_t)at, (int64_t)n, z->bucket.grad_dtype, host);
+            if (!w->writing) dt__move_now(c->ctx, here, host, n * size);
         }
     }
     return dt_error(c->ctx);
@@ -4344,22 +4185,17 @@ static dt_status dt__errors_transfer(dt_checkpoint *c, dt_weights *w, int u, cha
 static dt_status dt__save_write(dt_checkpoint *c) {
     dt_zero *zero = c->zero;
     char *host = (char *)dt_alloc(c->ctx, DT_MEM_HOST, DT__CKPT_CHUNK, "saving");
-    c->done = c->total = 0;
-    for (int u = 0; u < zero->n_buckets; u++) {
-        const dt__zero_bucket *z = &zero->buckets[u];
-        double n = (double)dt_comm_size(zero->desc.stage == 0 ? z->data_group : z->replica_group);
-        c->total += (double)z->bucket->count / dt_comm_size(z->data_group);
-        for (int a = 0; a <= DT__MASTER && !c->export_desc; a++)
-            c->total += dt__ckpt_has_array(zero, z->bucket, a) * (double)z->count / n;
-    }
+    double done = 0, total = 0; /* elements of buckets */
+    for (int u = 0; u < zero->n_buckets; u++) total += (double)zero->buckets[u].bucket.count;
     for (int u = 0; u < zero->n_buckets && host && dt_error(c->ctx) == DT_OK; u++) {
         dt__zero_bucket *z = &zero->buckets[u];
-        int writes = dt__ckpt_is_writer(zero, z->bucket);
-        if (writes) dt__save_params(c, z);
-        dt__ckpt_progress(c, (double)z->bucket->count / dt_comm_size(z->data_group));
-        if (writes && !c->export_desc && dt_error(c->ctx) == DT_OK) dt__save_state(c, z, host);
-        if (!c->export_desc && dt_error(c->ctx) == DT_OK)
+        int writes = dt__ckpt_is_writer(zero, &z->bucket);
+        if ((!writes || dt__params_transfer(c, c->w[DT__MODEL], z) == DT_OK) && !c->export_desc &&
+            (!writes || dt__state_transfer(c, c->w[DT__OPTIM], z, host) == DT_OK))
             dt__errors_transfer(c, c->w[DT__OPTIM], u, host);
+        done += (double)z->bucket.count;
+        if (c->desc.progress && dt_ctx_rank(c->ctx) == 0)
+            c->desc.progress(done / total, c->desc.user);
     }
     dt_free(c->ctx, DT_MEM_HOST, host, DT__CKPT_CHUNK);
     return dt_error(c->ctx);
@@ -4367,26 +4203,15 @@ static dt_status dt__save_write(dt_checkpoint *c) {
 
 /* Sums the ranks' digests. Fails unless the ranks have written every element once. */
 static dt_status dt__save_digests(dt_checkpoint *c) {
-    for (int f = 0; f < c->n_files; f++) {
-        dt__ckpt_file *file = &c->file[f];
-        size_t n = 5 * (size_t)file->n;
-        double *sums = (double *)dt_alloc(c->ctx, DT_MEM_HOST, (n + 1) * sizeof *sums, "digests");
-        for (int i = 0; i < file->n && sums; i++) {
-            dt__digest_split(sums + 5 * i, file->digest[i]);
-            sums[5 * i + 4] = (double)file->count[i];
-        }
-        dt_sum_doubles(c->zero->mesh.world, sums, sums ? n : 0);
-        for (int i = 0; i < file->n && dt_error(c->ctx) == DT_OK; i++) {
-            const dt_weight *t = dt_weights_get(c->w[f], i);
-            file->digest[i] = dt__digest_join(sums + 5 * i);
-            if (sums[5 * i + 4] != (double)c->w[f]->weight[i].expected)
+    for (int f = 0; f < c->n_files && dt__digests_sum(c, f) == DT_OK; f++)
+        for (int i = 0; i < c->file[f].n && dt_error(c->ctx) == DT_OK; i++) {
+            const dt__weight *t = &c->w[f]->weight[i];
+            if (c->file[f].count[i] != t->expected)
                 dt_fail(c->ctx, DT_ERR_ARG,
-                    "%s: %.0f of the %lld elements of '%s' would be written: is "
-                    "dt_zero_desc.mesh the mesh that sharded it, and is its map_weight right?",
-                    c->what, sums[5 * i + 4], (long long)c->w[f]->weight[i].expected, t->name);
+                    "%s: %lld of the %lld elements of '%s' would be written: is dt_zero_desc.mesh "
+                    "the mesh that sharded it, and is its map_weight right?",
+                    c->what, (long long)c->file[f].count[i], (long long)t->expected, t->t.name);
         }
-        dt_free(c->ctx, DT_MEM_HOST, sums, (n + 1) * sizeof *sums);
-    }
     return dt_error(c->ctx);
 }
 
@@ -4397,28 +4222,36 @@ static dt__text dt__ckpt_layout(const dt_zero *zero) {
     return dt__format("dp %d tp %d cp %d pp %d ep %d", n->dp, n->tp, n->cp, n->pp, n->ep);
 }
 
+static dt__text dt__ckpt_seed(const dt_ctx *ctx) {
+    return dt__format("%llu", (unsigned long long)dt_ctx_seed(ctx));
+}
+
+/* Returns a text of the manifest, or NULL. */
+static const char *dt__manifest_text(const dt_json *j, const char *key) {
+    return dt_json_string(j, dt_json_find(j, 0, key), NULL);
+}
+
 static void dt__put_hex(dt_json_out *o, const char *key, uint64_t value) {
     char text[24];
     snprintf(text, sizeof text, "%016llx", (unsigned long long)value);
     dt_json_put_string(o, key, text);
 }
 
-static uint64_t dt__bytes_digest(const void *data, size_t bytes) {
-    return dt__words_digest(0, data, bytes, 1);
+static uint64_t dt__bytes_digest(const void *data, int64_t bytes) {
+    return dt__words_digest(0, data, (size_t)bytes, 1);
 }
 
 /* Adds one file to the manifest: its size, the size and digest of its header, and the digests of
-   its tensors. */
-static void dt__manifest_file(const dt_checkpoint *c, dt_json_out *o, int f) {
-    const dt__weight_file *file = &c->w[f]->file[0];
-    int64_t head = dt__header_bytes(c->w[f]);
-    dt_json_open(o, dt__ckpt_names[f], '{');
-    dt_json_put_int(o, "bytes", file->bytes);
-    dt_json_put_int(o, "header", head);
-    dt__put_hex(o, "digest", dt__bytes_digest(file->header, (size_t)head));
+   its tensors. The header of a file without tensors is the whole file. */
+static void dt__manifest_file(dt_json_out *o, const char *name, int64_t bytes, const char *header,
+    int64_t header_bytes, const dt_weights *w, const uint64_t *digest) {
+    dt_json_open(o, name, '{');
+    dt_json_put_int(o, "bytes", bytes);
+    dt_json_put_int(o, "header", header_bytes);
+    dt__put_hex(o, "digest", dt__bytes_digest(header, header_bytes));
     dt_json_open(o, "tensors", '{');
-    for (int i = 0; i < c->file[f].n; i++)
-        dt__put_hex(o, dt_weights_get(c->w[f], i)->name, c->file[f].digest[i]);
+    for (int i = 0; i < dt_weights_count(w); i++)
+        dt__put_hex(o, dt_weights_get(w, i)->name, digest[i]);
     dt_json_close(o, '}');
     dt_json_close(o, '}');
 }
@@ -4426,27 +4259,18 @@ static void dt__manifest_file(const dt_checkpoint *c, dt_json_out *o, int f) {
 /* Names of the optimizers (DT_ADAMW to DT_OPTIMIZER_CUSTOM) in manifest.json. */
 static const char *const dt__optimizers[] = { "adamw", "adam", "sgd", "onebit-adam", "own" };
 
-static void dt__manifest_config_json(dt_json_out *o, const char *text) {
-    if (!text) return;
-    dt_json_open(o, "config.json", '{');
-    dt_json_put_int(o, "bytes", (int64_t)strlen(text));
-    dt_json_put_int(o, "header", (int64_t)strlen(text));
-    dt__put_hex(o, "digest", dt__bytes_digest(text, strlen(text)));
-    dt_json_open(o, "tensors", '{');
-    dt_json_close(o, '}');
-    dt_json_close(o, '}');
-}
-
-/* The last DT__MANIFEST_END bytes of the manifest contain the digest of all preceding bytes.
-   dt__manifest_end writes these last bytes, for the preceding bytes `data`, to `text`. */
+/* Writes the last DT__MANIFEST_END bytes of a manifest, with the digest of the preceding bytes
+   `data`, to `text`. */
 enum { DT__MANIFEST_END = 30 };
 static void dt__manifest_end(char *text, const char *data, size_t bytes) {
     uint64_t h = dt__digest(bytes, data, bytes);
     snprintf(text, DT__MANIFEST_END + 1, ",\"digest\":\"%016llx\"}\n", (unsigned long long)h);
 }
 
-static dt_status dt__manifest_check(dt_checkpoint *c);
-static dt_status dt__manifest_make(dt_checkpoint *c) {
+static dt_status dt__manifest_check(dt_checkpoint *c, const char *func);
+/* Makes the manifest and checks that dt_checkpoint_load will accept it. dt_checkpoint_open
+   rehearses this, with the longest numbers and without the safetensors files. */
+static dt_status dt__manifest_make(dt_checkpoint *c, int rehearsal) {
     dt_zero *zero = c->zero;
     dt_json_out o = { c->ctx, NULL, 0, 0 };
     char text[DT__MANIFEST_END + 8];
@@ -4454,8 +4278,7 @@ static dt_status dt__manifest_make(dt_checkpoint *c) {
     dt_json_put_string(&o, "format", "dt checkpoint");
     dt_json_put_int(&o, "version", DT_CHECKPOINT_FORMAT);
     dt_json_put_int(&o, "step", zero->step);
-    snprintf(text, sizeof text, "%llu", (unsigned long long)dt_ctx_seed(c->ctx));
-    dt_json_put_string(&o, "seed", text);
+    dt_json_put_string(&o, "seed", dt__ckpt_seed(c->ctx).s);
     dt_json_put_string(&o, "layout", dt__ckpt_layout(zero).s);
     dt_json_put_string(&o, "optimizer", dt__optimizers[zero->desc.optimizer]);
     dt_json_put_number(&o, "loss_scale", zero->loss_scale);
@@ -4466,11 +4289,12 @@ static dt_status dt__manifest_make(dt_checkpoint *c) {
         const dt_extra_state *s = &c->desc.extra_state[i];
         dt_json_open(&o, s->name, '[');
         for (int k = 0; k < s->count && dt_error(c->ctx) == DT_OK; k++) {
-            if (!isfinite(s->values[k]))
+            if (rehearsal) /* as long as -1.2345678901234567e-300, and parsed in less time */
+                dt__json_write(&o, &",0.0000000000000000000000"[k == 0], 25 - (k == 0));
+            else if (!isfinite(s->values[k]))
                 dt_fail(c->ctx, DT_ERR_ARG,
-                    "dt_checkpoint_save: number %d of '%s' is %g: only finite "
-                    "ones can be saved",
-                    k, dt__printable_name(s->name).s, s->values[k]);
+                    "dt_checkpoint_save: number %d of '%s' is %g: only finite ones can be saved", k,
+                    dt__printable_name(s->name).s, s->values[k]);
             else
                 dt_json_put_number(&o, NULL, s->values[k]);
         }
@@ -4479,8 +4303,14 @@ static dt_status dt__manifest_make(dt_checkpoint *c) {
     dt_json_close(&o, '}');
     dt_json_put_string(&o, "config", c->desc.config);
     dt_json_open(&o, "files", '{');
-    for (int f = 0; f < DT__CKPT_FILES; f++) dt__manifest_file(c, &o, f);
-    dt__manifest_config_json(&o, c->config_json);
+    for (int f = 0; f < DT__CKPT_FILES && !rehearsal; f++) {
+        const dt__weight_file *file = &c->w[f]->file[0];
+        dt__manifest_file(&o, dt__ckpt_names[f], file->bytes, file->header,
+            dt__header_bytes(c->w[f]), c->w[f], c->file[f].digest);
+    }
+    int64_t beside = c->config_json ? (int64_t)strlen(c->config_json) : 0;
+    if (c->config_json)
+        dt__manifest_file(&o, "config.json", beside, c->config_json, beside, NULL, NULL);
     dt_json_close(&o, '}');
     if (dt_error(c->ctx) == DT_OK) {
         dt__manifest_end(text, o.text, o.used);
@@ -4489,67 +4319,60 @@ static dt_status dt__manifest_make(dt_checkpoint *c) {
     c->manifest = o.text;
     c->manifest_bytes = o.used;
     c->manifest_capacity = o.capacity;
-    return dt_error(c->ctx) == DT_OK ? dt__manifest_check(c) : dt_error(c->ctx);
+    if (dt_error(c->ctx) != DT_OK) return dt_error(c->ctx);
+    return dt__manifest_check(c, rehearsal ? "dt_checkpoint_open" : "dt_checkpoint_save");
+}
+
+static void dt__manifest_free(dt_checkpoint *c) {
+    dt_free(c->ctx, DT_MEM_HOST, c->manifest, c->manifest_capacity);
+    c->manifest = NULL;
 }
 
 /* ---- the steps of a save ---- */
 
-/* Sets the paths of the new checkpoint on every rank. Rank 0 chooses an unused name and broadcasts
-   its numbers. */
+/* [collective: world] Sets the paths of the new checkpoint on every rank. */
 static dt_status dt__save_name(dt_checkpoint *c) {
-    dt_zero *zero = c->zero;
     dt__files *f = &c->files;
-    const dt_io *io = &f->writer.io;
     const char *dir = f->path[DT__DIR];
-    /* [0]: dt__ckpt_id.repeat of the checkpoint; [1]: number in the name of the .tmp folder */
-    double broadcast[2] = { 0, 0 };
-    dt__ckpt_id newest = { -1, 0 }, id = { zero->step, 1 };
+    dt__ckpt_id newest = dt__ckpt_last, same = { c->zero->step + 1, 0 }, id = { c->zero->step, 1 };
+    double number = 0; /* in the name of the .tmp folder */
     char name[64];
+    if (dt__newest_on_all(c->ctx, "dt_checkpoint_save", dir, &newest) != DT_OK)
+        return dt_error(c->ctx);
+    dt__ckpt_name(newest, name, sizeof name);
     if (dt_ctx_rank(c->ctx) == 0) {
         const dt_host *host = dt_ctx_host(c->ctx);
         uint64_t now = (uint64_t)(host->now(host->user) * 1e6) * 2654435761u,
                  pid = (uint64_t)getpid() * 40503u;
-        if (dt__newest_below(io, dir, dt__ckpt_last, &newest) != 0)
-            dt_fail(c->ctx, DT_ERR_IO, "dt_checkpoint_save: %s: %s", dir, dt__io_reason());
-        dt__ckpt_name(newest, name, sizeof name);
+        number = (double)((now ^ pid) >> 4 & 0xffffff);
         if (dt__ckpt_before(c->newest_known, newest))
             dt_fail(c->ctx, DT_ERR_IO,
-                "dt_checkpoint_save: %s has %s already, which this job has not loaded: go on "
-                "from it, or save to another folder",
+                "dt_checkpoint_save: %s has %s already, which this job has not loaded: go on from "
+                "it, or save to another folder",
                 dir, name);
-        if (newest.step >= id.step) {
-            dt__ckpt_id next = { id.step + 1, 0 };
-            if (dt__newest_below(io, dir, next, &newest) != 0)
-                dt_fail(c->ctx, DT_ERR_IO, "dt_checkpoint_save: %s: %s", dir, dt__io_reason());
-        }
-        broadcast[0] = newest.step == id.step ? newest.repeat + 1 : 1;
-        broadcast[1] = (double)((now ^ pid) >> 4 & 0xffffff);
     }
-    if (dt_sum_doubles(zero->mesh.world, broadcast, 2) != DT_OK) return dt_error(c->ctx);
-    id.repeat = (int)broadcast[0];
+    if (dt__newest_on_all(c->ctx, "dt_checkpoint_save", dir, &same) != DT_OK ||
+        dt_sum_doubles(c->zero->mesh.world, &number, 1) != DT_OK)
+        return dt_error(c->ctx);
+    if (same.step == id.step) id.repeat = same.repeat + 1;
     if (dt__ckpt_before(c->newest_known, id)) c->newest_known = id;
     dt__ckpt_name(id, name, sizeof name);
     dt__files_path(f, DT__FINAL, dir, name);
-    snprintf(name + strlen(name), sizeof name - strlen(name), ".%06x.tmp", (unsigned)broadcast[1]);
+    snprintf(name + strlen(name), sizeof name - strlen(name), ".%06x.tmp", (unsigned)number);
     dt__files_path(f, DT__TEMP, dir, name);
-    for (int i = 0; i < DT__CKPT_FILES; i++)
+    for (int i = DT__MODEL; i <= DT__MANIFEST; i++)
         dt__files_path(f, i, f->path[DT__TEMP], dt__ckpt_names[i]);
-    dt__files_path(f, DT__CONFIG, f->path[DT__TEMP], "config.json");
-    dt__files_path(f, DT__MANIFEST, f->path[DT__TEMP], "manifest.json");
     return dt_error(c->ctx);
 }
 
-/* [collective: world] Rank 0 creates the files and writes their headers. The other ranks then open
-   these files. If a rank does not find a file, the ranks do not share the folder, and the rank
-   fails. */
+/* [collective: world] Rank 0 creates the files and writes their headers; the other ranks then open
+   them. */
 static dt_status dt__save_create_files(dt_checkpoint *c) {
     dt__files *f = &c->files;
     dt__writer *w = &f->writer;
     const char *temp = f->path[DT__TEMP];
     int first = dt_ctx_rank(c->ctx) == 0;
-    errno = 0;
-    c->created = first && !c->export_desc && !w->why[0] && w->io.make_folder(w->io.user, temp) == 0;
-    if (first && !c->export_desc && !c->created) dt__writer_fail(w, temp, "making the folder");
+    c->created = first && !c->export_desc && dt__writer_make_folder(w, temp);
     for (int i = 0; i < c->n_files && first; i++) {
         f->fd[i] = dt__writer_create(w, f->path[i], c->w[i]->file[0].bytes);
         c->created |= f->fd[i] >= 0;
@@ -4559,15 +4382,14 @@ static dt_status dt__save_create_files(dt_checkpoint *c) {
     if (dt__files_check(c->ctx, f, c->what) != DT_OK || dt_barrier(c->zero->mesh.world) != DT_OK)
         return dt_error(c->ctx);
     for (int i = 0; i < c->n_files && !first; i++) {
-        errno = 0;
-        int fd = f->fd[i] = w->io.open(w->io.user, f->path[i], DT_IO_WRITE);
+        int fd = f->fd[i] = dt__open(&w->io, f->path[i], DT_IO_WRITE);
         int64_t size = fd >= 0 ? w->io.size(w->io.user, fd) : -1;
         if (fd >= 0 && size < 0) dt__writer_fail(w, f->path[i], "size");
         int missing = fd < 0 ? dt__io_absent() : size >= 0 && size != c->w[i]->file[0].bytes;
         if (missing)
             return dt_fail(c->ctx, DT_ERR_IO,
-                "%s: this rank does not see the %s that rank 0 has made: all "
-                "ranks must share the folder",
+                "%s: this rank does not see the %s that rank 0 has made: all ranks must share the "
+                "folder",
                 c->what, f->path[i]);
         if (fd < 0) dt__writer_fail(w, f->path[i], "open");
     }
@@ -4581,8 +4403,7 @@ static void dt__save_end(dt_checkpoint *c) {
     dt__list_free(c);
     c->saving = DT__SAVE_IDLE;
     dt__staging_reuse(c);
-    dt_free(c->ctx, DT_MEM_HOST, c->manifest, c->manifest_capacity);
-    c->manifest = NULL;
+    dt__manifest_free(c);
     if (c->export_desc) return;
     /* not after the thread was abandoned, because removing may hang too */
     if (dt_error(c->ctx) != DT_OK && c->created && !(f->thread && f->thread->abandoned))
@@ -4592,20 +4413,15 @@ static void dt__save_end(dt_checkpoint *c) {
 
 /* Starts c->ops. `background`: on the I/O thread, if there is one; else on this thread. */
 static void dt__save_request(dt_checkpoint *c, int saving) {
-    memset(&c->request, 0, sizeof c->request);
-    c->request.files = &c->files;
-    c->request.ops = c->ops;
-    c->request.n_ops = c->n_ops;
-    c->request.background = 1;
+    c->request =
+        (dt__io_request){ .files = &c->files, .ops = c->ops, .n_ops = c->n_ops, .background = 1 };
     c->saving = saving;
     dt__io_start(&c->request);
 }
 
-/* Writes the staged bytes, if the save is in the background; then syncs and closes the files. If no
-   thread can be started, the function writes everything before it returns, and logs a notice. */
+/* Writes the staged bytes, if the save is in the background; then syncs and closes the files. */
 static void dt__save_start(dt_checkpoint *c) {
-    for (int i = 0; i < c->n_files; i++)
-        dt__save_add_op(c, (dt__file_op){ DT__OP_CLOSE, i, i, NULL, 0, 0 });
+    for (int i = 0; i < c->n_files; i++) dt__save_add_op(c, DT__OP_CLOSE, i, NULL, 0, 0);
     if (dt_error(c->ctx) != DT_OK) return;
     if (c->staged && !c->files.thread && !dt__io_join(c->zero, &c->files, 1))
         dt_log(c->ctx, DT_LOG_NOTICE,
@@ -4616,20 +4432,19 @@ static void dt__save_start(dt_checkpoint *c) {
 
 static void dt__save_add_file(dt_checkpoint *c, int file, char *text, size_t bytes) {
     int64_t n = (int64_t)bytes;
-    dt__save_add_op(c, (dt__file_op){ DT__OP_CREATE, file, file, NULL, n, 0 });
-    dt__save_add_op(c, (dt__file_op){ DT__OP_WRITE, file, file, text, n, 0 });
-    dt__save_add_op(c, (dt__file_op){ DT__OP_CLOSE, file, file, NULL, 0, 0 });
+    dt__save_add_op(c, DT__OP_CREATE, file, NULL, n, 0);
+    dt__save_add_op(c, DT__OP_WRITE, file, text, n, 0);
+    dt__save_add_op(c, DT__OP_CLOSE, file, NULL, 0, 0);
 }
 
-/* Rank 0 commits the checkpoint, after all ranks' bytes are on the disk. The rename is the instant
-   of the commit. */
+/* Rank 0 commits the checkpoint, after all ranks' bytes are on the disk. */
 static void dt__save_commit(dt_checkpoint *c) {
     c->n_ops = 0;
     if (c->config_json) dt__save_add_file(c, DT__CONFIG, c->config_json, strlen(c->config_json));
     dt__save_add_file(c, DT__MANIFEST, c->manifest, c->manifest_bytes);
-    dt__save_add_op(c, (dt__file_op){ DT__OP_SYNC_FOLDER, DT__TEMP, DT__TEMP, NULL, 0, 0 });
-    dt__save_add_op(c, (dt__file_op){ DT__OP_RENAME, DT__TEMP, DT__FINAL, NULL, 0, 0 });
-    dt__save_add_op(c, (dt__file_op){ DT__OP_KEEP, DT__FINAL, DT__FINAL, NULL, c->desc.keep, 0 });
+    dt__save_add_op(c, DT__OP_SYNC_FOLDER, DT__TEMP, NULL, 0, 0);
+    dt__save_add_op(c, DT__OP_RENAME, DT__TEMP, NULL, 0, 0);
+    dt__save_add_op(c, DT__OP_KEEP, DT__FINAL, NULL, c->desc.keep, 0);
     if (dt_error(c->ctx) == DT_OK) dt__save_request(c, DT__SAVE_COMMITTING);
 }
 
@@ -4640,17 +4455,16 @@ dt_status dt_checkpoint_save(dt_checkpoint *c) {
     if (!c->desc.dir)
         return dt_fail(c->ctx, DT_ERR_ARG, "dt_checkpoint_save: dt_checkpoint_desc.dir is NULL");
     for (int u = 0; u < zero->n_buckets; u++)
-        if (zero->buckets[u].reduced || zero->buckets[u].accumulated ||
-            zero->buckets[u].bucket->accumulated)
+        if (zero->buckets[u].bucket.grad_state != DT_GRAD_EMPTY)
             return dt_fail(c->ctx, DT_ERR_ARG,
-                "dt_checkpoint_save: after dt_zero_step and before the next backward, "
-                "for gradients are not saved");
+                "dt_checkpoint_save: after dt_zero_step and before the next backward, for "
+                "gradients are not saved");
     if (dt__save_wait(c) != DT_OK) return dt_error(c->ctx);
     c->staged = c->desc.background;
     if (dt__save_name(c) == DT_OK && dt__list_make(c) == DT_OK &&
         dt__save_create_files(c) == DT_OK && dt__save_write(c) == DT_OK &&
         dt__save_digests(c) == DT_OK &&
-        (dt_ctx_rank(c->ctx) != 0 || dt__manifest_make(c) == DT_OK)) {
+        (dt_ctx_rank(c->ctx) != 0 || dt__manifest_make(c, 0) == DT_OK)) {
         dt__save_start(c);
         if (!c->desc.background) dt__save_wait(c);
     }
@@ -4694,14 +4508,9 @@ static void dt__dir_lock(dt_checkpoint *c) {
     const char *dir = c->files.path[DT__DIR], *path = c->files.path[DT__LOCK];
     char text[400] = "", host[200] = "";
     dt__files_path(&c->files, DT__LOCK, dir, "lock");
-    errno = 0;
-    int fd = w->why[0] ? -1 : w->io.open(w->io.user, path, DT_IO_LOCK);
-    if (fd < 0 && errno == ENOENT && !w->why[0]) {
-        errno = 0;
-        if (w->io.make_folder(w->io.user, dir) != 0) dt__writer_fail(w, dir, "making the folder");
-        errno = 0;
-        fd = w->why[0] ? -1 : w->io.open(w->io.user, path, DT_IO_LOCK);
-    }
+    int fd = w->why[0] ? -1 : dt__open(&w->io, path, DT_IO_LOCK);
+    if (fd < 0 && errno == ENOENT && dt__writer_make_folder(w, dir))
+        fd = dt__open(&w->io, path, DT_IO_LOCK);
     if (fd < 0) dt__writer_fail(w, path, "open");
     c->files.fd[DT__LOCK] = fd;
     if (fd < 0) return;
@@ -4732,66 +4541,25 @@ static void dt__dir_lock(dt_checkpoint *c) {
     w->io.list_folder(w->io.user, dir, dt__tmp_sweep_one, &sweep);
 }
 
-static int dt__by_extra_state_name(const void *user, uint32_t a, uint32_t b) {
-    const dt_extra_state *saved = (const dt_extra_state *)user;
-    return strcmp(saved[a].name, saved[b].name) < 0;
-}
-
-static dt_status dt__extra_state_check_names(dt_ctx *ctx, const dt_extra_state *saved, size_t n) {
-    uint32_t *order = (uint32_t *)dt_alloc(ctx, DT_MEM_HOST, 2 * n * sizeof *order, "names");
-    for (size_t i = 0; i < n && order; i++) order[i] = (uint32_t)i;
-    if (order && n > 1) dt__sort(order, order + n, n, dt__by_extra_state_name, saved);
-    for (size_t i = 1; i < n && order; i++)
-        if (!dt__by_extra_state_name(saved, order[i - 1], order[i]))
-            dt_fail(ctx, DT_ERR_ARG,
-                "dt_checkpoint_open: extra_state[%u] and extra_state[%u] are both '%s'",
-                (unsigned)order[i - 1], (unsigned)order[i],
-                dt__printable_name(saved[order[i]].name).s);
-    dt_free(ctx, DT_MEM_HOST, order, 2 * n * sizeof *order);
-    return dt_error(ctx);
-}
-
-/* Fails if the description's data could be saved in a manifest but not loaded again. The limits are
-   those of dt_json_parse. */
 static dt_status dt__checkpoint_desc_check(dt_ctx *ctx, const dt_checkpoint_desc *d) {
-    dt_json_out config = { ctx, NULL, 0, 0 };
-    double numbers = 0, bytes = 0;
     if (d->n_extra_state < 0 || (d->n_extra_state > 0 && !d->extra_state))
         return dt_fail(ctx, DT_ERR_ARG,
             "dt_checkpoint_open: n_extra_state is %d, and extra_state %s", d->n_extra_state,
             d->extra_state ? "an array" : "NULL");
     for (int i = 0; i < d->n_extra_state; i++) {
         const dt_extra_state *s = &d->extra_state[i];
-        size_t length = s->name ? strlen(s->name) : 0;
-        if (length < 1 || length > DT__JSON_STRING)
-            return dt_fail(ctx, DT_ERR_ARG,
-                "dt_checkpoint_open: the name of extra_state[%d] has %zu bytes; "
-                "1 to %d",
-                i, length, DT__JSON_STRING);
+        if (!s->name || !*s->name)
+            return dt_fail(
+                ctx, DT_ERR_ARG, "dt_checkpoint_open: the name of extra_state[%d] has 0 bytes", i);
         if (s->count < 0 || (s->count > 0 && !s->values))
             return dt_fail(ctx, DT_ERR_ARG,
                 "dt_checkpoint_open: extra_state[%d], '%s', has %d numbers at %s", i,
                 dt__printable_name(s->name).s, s->count, s->values ? "values" : "NULL");
-        numbers += s->count;
-        bytes += 6.0 * (double)length; /* in the worst case each byte becomes \u00xx */
     }
-    if (dt__extra_state_check_names(ctx, d->extra_state, (size_t)d->n_extra_state) != DT_OK)
-        return dt_error(ctx);
-    size_t text = d->config ? strlen(d->config) : 0,
-           beside = d->config_json ? strlen(d->config_json) : 0;
-    if (text > DT__JSON_STRING || beside > DT__JSON_BYTES)
-        return dt_fail(ctx, DT_ERR_ARG,
-            "dt_checkpoint_open: config has %zu bytes and config_json %zu; at "
-            "most %d and %d",
-            text, beside, DT__JSON_STRING, DT__JSON_BYTES);
-    dt_json_put_string(&config, NULL, d->config);
-    bytes += (double)config.used + 25 * numbers; /* 25 bytes: "-1.2345678901234567e-300," */
-    dt_json_out_free(&config);
-    if (bytes > (double)DT__JSON_BYTES)
-        return dt_fail(ctx, DT_ERR_ARG,
-            "dt_checkpoint_open: %.0f saved numbers, their names and config "
-            "may take %.0f bytes of manifest.json, which has at most %d",
-            numbers, bytes, DT__JSON_BYTES);
+    size_t beside = d->config_json ? strlen(d->config_json) : 0;
+    if (beside > DT__JSON_BYTES)
+        return dt_fail(ctx, DT_ERR_ARG, "dt_checkpoint_open: config_json has %zu bytes; at most %d",
+            beside, DT__JSON_BYTES);
     return dt_error(ctx);
 }
 
@@ -4813,8 +4581,7 @@ dt_checkpoint *dt_checkpoint_open(dt_zero *zero, dt_checkpoint_desc desc) {
     const dt_io *io = dt_ctx_io(ctx);
     if (!io->make_folder || !io->list_folder || !io->lock || !io->remove_folder)
         dt_fail(ctx, DT_ERR_UNSUPPORTED,
-            "dt_checkpoint_open: the io table has no folders: make, list, "
-            "lock and remove_folder");
+            "dt_checkpoint_open: the io table has no folders: make, list, lock and remove_folder");
     if (dt__checkpoint_desc_check(ctx, &desc) != DT_OK) return NULL;
     dt_checkpoint *c = (dt_checkpoint *)dt__host_zeroed(ctx, sizeof *c, "a checkpoint");
     if (!c) return NULL;
@@ -4826,12 +4593,9 @@ dt_checkpoint *dt_checkpoint_open(dt_zero *zero, dt_checkpoint_desc desc) {
     dt__files_init(ctx, &c->files);
     if (desc.config_json)
         c->config_json = dt__concat_text(ctx, desc.config_json, strlen(desc.config_json), "");
-    char *dir = c->files.path[DT__DIR];
-    if (desc.dir && !*desc.dir)
-        dt_fail(ctx, DT_ERR_ARG, "dt_checkpoint_open: a folder without a name");
-    if (desc.dir && snprintf(dir, DT__PATH_BYTES, "%s", desc.dir) >= DT__PATH_BYTES)
-        dt_fail(ctx, DT_ERR_ARG, "dt_checkpoint_open: %.80s...: the path is too long", desc.dir);
-    for (size_t n = strlen(dir); n > 1 && dir[n - 1] == '/'; n--) dir[n - 1] = 0;
+    dt__manifest_make(c, 1);
+    dt__manifest_free(c);
+    if (desc.dir) dt__copy_dir(ctx, "dt_checkpoint_open", c->files.path[DT__DIR], desc.dir);
     if (desc.dir && dt_ctx_rank(ctx) == 0 && dt_error(ctx) == DT_OK) dt__dir_lock(c);
     dt__files_check(ctx, &c->files, "dt_checkpoint_open");
     c->what = "dt_checkpoint_save";
@@ -4855,10 +4619,10 @@ dt_checkpoint *dt_checkpoint_open(dt_zero *zero, dt_checkpoint_desc desc) {
 static dt_status dt__export(dt_checkpoint *c, const char *path) {
     dt__files *f = &c->files;
     dt_comm *world = c->zero->mesh.world;
-    if (snprintf(f->path[DT__MODEL], DT__PATH_BYTES, "%s.tmp", path) >= DT__PATH_BYTES)
-        return dt_fail(c->ctx, DT_ERR_ARG, "dt_zero_export: %.80s...: the path is too long", path);
-    if (dt__list_make(c) != DT_OK || dt__save_create_files(c) != DT_OK ||
-        dt__save_write(c) != DT_OK || dt__save_digests(c) != DT_OK)
+    int bytes = snprintf(f->path[DT__MODEL], DT__PATH_BYTES, "%s.tmp", path);
+    if (dt__path_check(c->ctx, c->what, path, bytes) != DT_OK || dt__list_make(c) != DT_OK ||
+        dt__save_create_files(c) != DT_OK || dt__save_write(c) != DT_OK ||
+        dt__save_digests(c) != DT_OK)
         return dt_error(c->ctx);
     dt__save_start(c);
     if (dt__files_check(c->ctx, f, c->what) != DT_OK || dt_barrier(world) != DT_OK)
@@ -4868,17 +4632,14 @@ static dt_status dt__export(dt_checkpoint *c, const char *path) {
 }
 
 dt_status dt_zero_export(dt_zero *zero, const char *path, dt_export_desc desc) {
-    dt_checkpoint c;
     if (!zero || dt_error(zero->ctx) != DT_OK) return zero ? dt_error(zero->ctx) : DT_ERR_ARG;
     if (!path || !*path) return dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_export: a path is needed");
-    memset(&c, 0, sizeof c);
-    c.zero = zero;
-    c.ctx = zero->ctx;
-    c.what = "dt_zero_export";
-    c.n_files = 1;
-    c.export_desc = &desc;
-    c.desc.map_weight = desc.map_weight;
-    c.desc.user = desc.user;
+    dt_checkpoint c = { .zero = zero,
+        .ctx = zero->ctx,
+        .desc = { .map_weight = desc.map_weight, .user = desc.user },
+        .what = "dt_zero_export",
+        .n_files = 1,
+        .export_desc = &desc };
     dt__files_init(c.ctx, &c.files);
     dt__export(&c, path);
     dt__save_end(&c);
@@ -4912,13 +4673,13 @@ typedef struct dt__candidate {
     dt_weights *w[DT__CKPT_FILES];
     char path[DT__PATH_BYTES];
     char name[DT__PATH_BYTES + 32]; /* the manifest's path; `json` keeps a pointer to this text */
-    int state;                      /* DT__INTACT to DT__UNREADABLE */
+    int32_t state;                  /* DT__INTACT to DT__UNREADABLE */
     char why[700];                  /* error text, unless `state` is DT__INTACT */
 } dt__candidate;
 
-/* States of a checkpoint, from best to worst. If a checkpoint is DT__DAMAGED, an older checkpoint
-   is loaded instead. If a checkpoint is DT__UNREADABLE (permissions, descriptors, memory, the
-   disk), the load fails, because the checkpoint may be intact. */
+/* States of a checkpoint, from best to worst. Instead of a damaged one an older one is loaded. If
+   one is unreadable (permissions, descriptors, memory, the disk), the load fails, because it may be
+   intact. */
 enum { DT__INTACT = 0, DT__DAMAGED, DT__NEWER /* intact, but of a newer format */, DT__UNREADABLE };
 
 static void dt__candidate_log(void *user, int level, int rank, const char *text) {
@@ -4935,25 +4696,20 @@ static void dt__candidate_close(dt__candidate *f) {
 }
 
 static int dt__candidate_open(const dt_checkpoint *c, dt__candidate *f) {
-    dt_ctx_desc d;
     dt_host host = *dt_ctx_host(c->ctx);
     host.log = dt__candidate_log;
-    memset(&d, 0, sizeof d);
+    /* the CPU's kernels, because the checks need host memory only */
+    dt_ctx_desc d = { .kernels = dt_kernels_cpu(), .host = &host, .io = dt_ctx_io(c->ctx) };
     memset(f->w, 0, sizeof f->w);
-    d.host = &host;
-    d.io = dt_ctx_io(c->ctx);
-    d.kernels = dt_kernels_cpu(); /* the checks need host memory only, not the device */
     f->why[0] = 0;
     f->state = DT__INTACT;
     f->probe = dt_ctx_make(d);
-    return f->probe ? 1
-                    : (dt_fail(c->ctx, DT_ERR_MEM, "dt_checkpoint_load: no memory to look at %s",
-                           f->path),
-                          0);
+    if (!f->probe)
+        dt_fail(c->ctx, DT_ERR_MEM, "dt_checkpoint_load: no memory to look at %s", f->path);
+    return f->probe != NULL;
 }
 
-/* If the context `probe` has failed, sets `state` and `why` from this failure, unless `why`
-   is already set. */
+/* If the context `probe` has failed, sets `state` and `why`, unless `why` is already set. */
 static void dt__candidate_note_error(dt__candidate *f) {
     const char *text = dt_error_text(f->probe);
     if (f->why[0] || dt_error(f->probe) == DT_OK) return;
@@ -4962,8 +4718,7 @@ static void dt__candidate_note_error(dt__candidate *f) {
     snprintf(f->why, sizeof f->why, "%s", strncmp(text, "rank 0: ", 8) == 0 ? text + 8 : text);
 }
 
-/* Parses the manifest. Fails unless the manifest is complete, undamaged and not of a newer
-   format. */
+/* Fails unless the manifest is complete, undamaged and not of a newer format. */
 static void dt__candidate_parse(dt__candidate *f) {
     char end[DT__MANIFEST_END + 1];
     int64_t version = 0;
@@ -4972,15 +4727,15 @@ static void dt__candidate_parse(dt__candidate *f) {
     int intact = last > 0 && memcmp(f->text + last, end, DT__MANIFEST_END) == 0;
     f->json = dt_json_parse(f->probe, f->name, f->text, f->bytes);
     if (!f->json) return;
-    const char *format = dt_json_string(f->json, dt_json_find(f->json, 0, "format"), NULL);
+    const char *format = dt__manifest_text(f->json, "format");
     if (!format || strcmp(format, "dt checkpoint") != 0 ||
         !dt_json_int(f->json, dt_json_find(f->json, 0, "version"), &version) || version < 1) {
         dt_json_fail(f->json, 0, "it is no manifest of a dt checkpoint");
     } else if (version > DT_CHECKPOINT_FORMAT) {
         if (intact) f->state = DT__NEWER;
         dt_fail(f->probe, DT_ERR_UNSUPPORTED,
-            "%s: a checkpoint of format %lld; this program knows formats up to %d: a "
-            "newer dt wrote it",
+            "%s: a checkpoint of format %lld; this program knows formats up to %d: a newer dt "
+            "wrote it",
             f->name, (long long)version, DT_CHECKPOINT_FORMAT);
     } else if (!intact) {
         dt_fail(f->probe, DT_ERR_IO, "%s: it is damaged: its digest is another", f->name);
@@ -4994,11 +4749,8 @@ static void dt__candidate_manifest(dt__candidate *f) {
         dt__candidate_parse(f);
         return;
     }
-    const dt_io *io = dt_ctx_io(f->probe);
-    errno = 0;
-    int fd = io->open(io->user, f->path, DT_IO_READ);
-    if (fd >= 0) io->close(io->user, fd);
-    if (fd >= 0 || dt__io_absent() || f->probe->read_failed) return;
+    if (dt__io_exists(dt_ctx_io(f->probe), f->path) || dt__io_absent() || f->probe->read_failed)
+        return;
     f->state = DT__UNREADABLE; /* not DT__DAMAGED, because the folder's files may be intact */
     snprintf(f->why, sizeof f->why, "%.*s: %s", DT__PATH_BYTES / 2, f->path, dt__io_reason());
 }
@@ -5015,8 +4767,8 @@ static uint64_t dt__candidate_hex(dt__candidate *f, int node) {
     return value;
 }
 
-/* Compares a file's size and digest with the manifest. The digest is of the header if the file is a
-   safetensors file, else of the full content. `node` is the file's entry in the manifest. */
+/* Compares a file's size and the digest of its header (of config.json: of the whole file) with
+   `node`, its entry in the manifest. */
 static void dt__candidate_file(dt__candidate *f, int node, const char *name) {
     char path[DT__PATH_BYTES + 264], *text = NULL;
     int64_t bytes = -1, header = -1;
@@ -5060,29 +4812,23 @@ static void dt__candidate_files(dt__candidate *f) {
         if (!f->w[i]) dt_json_fail(f->json, 0, "%s is not among its files", dt__ckpt_names[i]);
 }
 
-/* [collective: world] Sets `state` on all ranks to the worst state that any rank has found, and
-   `why` to the error text of that rank. */
+/* [collective: world] Sets `state` and `why` on all ranks to the worst that any rank has found. */
 static dt_status dt__candidate_agree(dt_checkpoint *c, dt__candidate *f) {
-    size_t n = 0;
-    char line[sizeof f->why + 4] = "";
+    dt_comm *world = dt_world(c->ctx);
     if (f->probe) dt__candidate_note_error(f);
-    if (f->state != DT__INTACT) snprintf(line, sizeof line, "%d%s\n", f->state, f->why);
-    char *text = dt__all_gather_texts(c->ctx, line, strlen(line), &n);
-    f->state = DT__INTACT;
-    for (const char *s = text; s && *(s += strspn(s, " ")); s += strcspn(s, "\n") + 1) {
-        if (*s - '0' <= f->state) continue;
-        f->state = *s - '0';
-        snprintf(f->why, sizeof f->why, "%.*s", (int)strcspn(s + 1, "\n"), s + 1);
-    }
-    if (text) dt_free(c->ctx, DT_MEM_HOST, text, n + 1);
+    int32_t ranks = dt_comm_size(world), last = ranks - 1, worst = 0;
+    /* the maximum also names the first rank of that state */
+    int32_t mine = f->state * ranks + last - dt_comm_rank(world);
+    dt_all_reduce(world, &mine, &worst, 1, DT_I32, DT_MAX);
+    f->state = worst / ranks;
+    if (f->state != DT__INTACT)
+        dt_broadcast(world, f->why, sizeof f->why / 4, DT_I32, last - worst % ranks);
     return dt_error(c->ctx);
 }
 
-/* Reads this rank's fraction of file k. Each small tensor is read by one rank (round-robin); of
-   each large tensor every rank reads a fraction. For each tensor, stores the digest of the elements
-   that this rank has read in `sums`, as 4 doubles (dt__digest_split). */
-static void dt__candidate_read(
-    dt_checkpoint *c, dt__candidate *f, int k, double *sums, char *buffer) {
+/* Reads this rank's fraction of file k and sets its digests. Each small tensor is read by one rank
+   (round-robin); of each large tensor every rank reads a fraction. */
+static void dt__candidate_read(dt_checkpoint *c, dt__candidate *f, int k, char *buffer) {
     dt_comm *world = c->zero->mesh.world;
     int64_t n = dt_comm_size(world), rank = dt_comm_rank(world);
     for (int i = 0; i < dt_weights_count(f->w[k]) && dt_error(f->probe) == DT_OK; i++) {
@@ -5091,38 +4837,35 @@ static void dt__candidate_read(
         int small = t->count * size < DT__CKPT_CHUNK;
         int64_t from = small ? 0 : t->count / n * rank,
                 to = small || rank == n - 1 ? t->count : from + t->count / n;
-        uint64_t digest = 0;
         for (int64_t at = from, n_chunk; at < to && (!small || i % n == rank); at += n_chunk) {
             n_chunk = to - at < max_count ? to - at : max_count;
-            if (dt_weights_read(f->w[k], i, at, n_chunk, t->dtype, buffer) != DT_OK) break;
-            digest += dt__elements_digest(t->dtype, at, buffer, n_chunk);
+            if (dt_weights_read(f->w[k], i, at, n_chunk, t->dtype, buffer) != DT_OK) return;
+            c->file[k].digest[i] += dt__elements_digest(t->dtype, at, buffer, n_chunk);
+            c->file[k].count[i] += n_chunk;
         }
-        dt__digest_split(sums + 4 * i, digest);
     }
 }
 
 /* [collective: world] Compares the digest of every tensor of file k with the manifest. */
 static dt_status dt__candidate_digests(dt_checkpoint *c, dt__candidate *f, int k) {
-    size_t n = 4 * (size_t)dt_weights_count(f->w[k]);
-    double *sums = (double *)dt__host_zeroed(c->ctx, (n + 1) * sizeof *sums, "digests");
+    const dt__ckpt_file *have = &c->file[k];
     char *buffer =
         (char *)dt_alloc(c->ctx, DT_MEM_HOST, DT__CKPT_CHUNK, "a window into a checkpoint");
     int file = dt_json_find(f->json, dt_json_find(f->json, 0, "files"), dt__ckpt_names[k]);
     int digests = dt_json_find(f->json, file, "tensors");
-    if (sums && buffer) dt__candidate_read(c, f, k, sums, buffer);
-    /* sums[n]: number of ranks that could not read their fraction; if not 0, nothing is compared */
-    if (sums) sums[n] = dt_error(f->probe) != DT_OK;
-    dt_sum_doubles(c->zero->mesh.world, sums, sums ? n + 1 : 0);
-    int readable = dt_error(c->ctx) == DT_OK && sums[n] == 0;
-    for (int i = 0; i < dt_weights_count(f->w[k]) && readable && dt_error(f->probe) == DT_OK; i++) {
+    if (dt__digests_make(c, k, dt_weights_count(f->w[k])) == DT_OK)
+        dt__candidate_read(c, f, k, buffer);
+    /* if a rank could not read its fraction, the digests differ, but that rank's state is worse */
+    int summed = dt__digests_sum(c, k) == DT_OK;
+    for (int i = 0; i < have->n && summed && dt_error(f->probe) == DT_OK; i++) {
         const char *name = dt_weights_get(f->w[k], i)->name;
         uint64_t want = dt__candidate_hex(f, dt_json_find(f->json, digests, name));
-        if (dt__digest_join(sums + 4 * i) == want) continue;
+        if (have->digest[i] == want) continue;
         dt_fail(f->probe, DT_ERR_IO, "%s/%s: tensor '%s' is damaged: its digest is another",
             f->path, dt__ckpt_names[k], dt__printable_name(name).s);
     }
-    dt_free(c->ctx, DT_MEM_HOST, sums, (n + 1) * sizeof *sums);
     dt_free(c->ctx, DT_MEM_HOST, buffer, DT__CKPT_CHUNK);
+    dt__list_free(c);
     return dt__candidate_agree(c, f);
 }
 
@@ -5137,32 +4880,20 @@ static dt_status dt__candidate_check(dt_checkpoint *c, dt__candidate *f) {
 }
 
 /* [collective: world] Sets *at to the newest checkpoint that is older than *at, and f->path to this
-   checkpoint's folder. If there is none, sets f->path to "". Only rank 0 lists the folder `dir`. */
+   checkpoint's folder, or to "" if there is none. */
 static dt_status dt__candidate_next(
     dt_checkpoint *c, const char *dir, dt__ckpt_id *at, dt__candidate *f) {
-    double broadcast[2] = { 0, 0 };
-    dt__ckpt_id found = { -1, 0 };
     char name[64];
-    if (dt_ctx_rank(c->ctx) == 0) {
-        if (dt__newest_below(&c->files.writer.io, dir, *at, &found) != 0 && errno != ENOENT)
-            dt_fail(c->ctx, DT_ERR_IO, "dt_checkpoint_load: %s: %s", dir, dt__io_reason());
-        broadcast[0] = (double)found.step;
-        broadcast[1] = found.repeat;
-    }
-    if (dt_sum_doubles(c->zero->mesh.world, broadcast, 2) != DT_OK) return dt_error(c->ctx);
-    at->step = (int64_t)broadcast[0];
-    at->repeat = (int)broadcast[1];
-    dt__ckpt_name(*at, name, sizeof name);
     f->path[0] = 0;
-    if (at->step >= 0 &&
-        snprintf(f->path, sizeof f->path, "%s/%s", dir, name) >= (int)sizeof f->path)
-        return dt_fail(
-            c->ctx, DT_ERR_ARG, "dt_checkpoint_load: %.80s...: the path is too long", dir);
-    return DT_OK;
+    if (dt__newest_on_all(c->ctx, "dt_checkpoint_load", dir, at) != DT_OK || at->step < 0)
+        return dt_error(c->ctx);
+    dt__ckpt_name(*at, name, sizeof name);
+    return dt__path_check(
+        c->ctx, "dt_checkpoint_load", dir, snprintf(f->path, sizeof f->path, "%s/%s", dir, name));
 }
 
-/* Returns 1 if this job saves to `folder`. The same folder may have two different paths, so the
-   function also returns 1 if the lock file in `folder` contains this job's lock_text. */
+/* Returns 1 if this job saves to `folder`, also under another path of the same folder, whose lock
+   file then contains this job's lock_text. */
 static int dt__is_own_dir(const dt_checkpoint *c, const char *folder) {
     const dt_io *io = &c->files.writer.io;
     char path[DT__PATH_BYTES + 8], text[sizeof c->lock_text] = "";
@@ -5170,15 +4901,14 @@ static int dt__is_own_dir(const dt_checkpoint *c, const char *folder) {
     int end;
     if (length == 0 || strcmp(folder, c->files.path[DT__DIR]) == 0) return length > 0;
     snprintf(path, sizeof path, "%s/lock", folder);
-    int fd = io->open(io->user, path, DT_IO_READ);
+    int fd = dt__open(io, path, DT_IO_READ);
     if (fd >= 0) dt__io_transfer(io, fd, 0, text, length, 0, &end);
     if (fd >= 0) io->close(io->user, fd);
     return strcmp(text, c->lock_text) == 0;
 }
 
 /* Marks a checkpoint as damaged if the step in its manifest differs from `name`, the step in its
-   folder's name. Otherwise a copy of an old checkpoint under the name of a later step would be
-   loaded as the newest checkpoint. */
+   folder's name: a copy of an old checkpoint under a later name must not count as the newest. */
 static void dt__candidate_check_step(dt__candidate *f, int64_t name) {
     int64_t step = -1;
     if (dt_json_int(f->json, dt_json_find(f->json, 0, "step"), &step) && step == name) return;
@@ -5187,30 +4917,25 @@ static void dt__candidate_check_step(dt__candidate *f, int64_t name) {
         f->name, (long long)step);
 }
 
-/* On rank 0: if f is a checkpoint of desc.dir, records in newest_known that this job has seen f.
-   dt__save_name fails if the folder has a newer checkpoint than newest_known. */
+/* On rank 0: if f is a checkpoint of desc.dir, records in newest_known that this job has seen f. */
 static void dt__candidate_note_newest(dt_checkpoint *c, const dt__candidate *f) {
-    const char *slash = strrchr(f->path, '/'), *name = slash ? slash + 1 : f->path;
-    dt__newest_scan n = { dt__ckpt_last, dt__ckpt_none };
+    const char *name = dt__path_name(f->path);
+    dt__ckpt_id id = dt__ckpt_parse_name(name, strlen(name));
     char above[DT__PATH_BYTES];
-    int bytes = slash > f->path ? (int)(slash - f->path) : 1; /* the folder of "/step-2" is "/" */
-    snprintf(above, sizeof above, "%.*s", bytes, slash ? f->path : ".");
-    if (dt_ctx_rank(c->ctx) != 0 || !dt__is_own_dir(c, above)) return;
-    dt__newest_add(&n, name);
-    if (dt__ckpt_before(c->newest_known, n.found)) c->newest_known = n.found;
+    int bytes = (int)(name - f->path) - 1;
+    if (bytes < 1) bytes = 1; /* the folder of "/step-2" is "/" */
+    snprintf(above, sizeof above, "%.*s", bytes, name > f->path ? f->path : ".");
+    if (dt_ctx_rank(c->ctx) == 0 && dt__is_own_dir(c, above) &&
+        dt__ckpt_before(c->newest_known, id))
+        c->newest_known = id;
 }
 
-/* Returns 1 if the folder `from` is a checkpoint: if it contains manifest.json or
-   optim.safetensors. */
+/* Returns 1 if the folder `from` contains manifest.json or optim.safetensors. */
 static int dt__is_checkpoint(dt_checkpoint *c, const char *from) {
-    const dt_io *io = &c->files.writer.io;
     char path[DT__PATH_BYTES + 32];
     for (int i = 0; i < 2; i++) {
-        snprintf(path, sizeof path, "%s/%s", from, i ? dt__ckpt_names[DT__OPTIM] : "manifest.json");
-        errno = 0;
-        int fd = io->open(io->user, path, DT_IO_READ);
-        if (fd >= 0) io->close(io->user, fd);
-        if (fd >= 0 || errno == ESPIPE) return 1;
+        snprintf(path, sizeof path, "%s/%s", from, dt__ckpt_names[i ? DT__OPTIM : DT__MANIFEST]);
+        if (dt__io_exists(&c->files.writer.io, path) || errno == ESPIPE) return 1;
         if (!dt__io_absent())
             dt_fail(c->ctx, DT_ERR_IO, "dt_checkpoint_load: %s: %s", path, dt__io_reason());
     }
@@ -5254,20 +4979,18 @@ static dt_status dt__candidate_newest(dt_checkpoint *c, const char *from, dt__ca
 static dt_status dt__load_fits(dt_checkpoint *c, dt__candidate *f) {
     dt_ctx *ctx = c->ctx;
     dt_json *j = f->json;
-    char seed[24];
-    const char *optimizer = dt_json_string(j, dt_json_find(j, 0, "optimizer"), NULL);
-    const char *was = dt_json_string(j, dt_json_find(j, 0, "seed"), NULL);
-    const char *mine = dt__optimizers[c->zero->desc.optimizer];
-    snprintf(seed, sizeof seed, "%llu", (unsigned long long)dt_ctx_seed(ctx));
-    if (!optimizer || strcmp(optimizer, mine) != 0)
-        return dt_fail(ctx, DT_ERR_ARG,
-            "dt_checkpoint_load: %s: its optimizer is %s, and this program's is %s", f->path,
-            optimizer ? dt__printable_name(optimizer).s : "not broadcast", mine);
-    if (!was || strcmp(was, seed) != 0)
-        return dt_fail(ctx, DT_ERR_ARG,
-            "dt_checkpoint_load: %s: its seed is %s, and this program's is %s: the random "
-            "numbers would be others",
-            f->path, was ? dt__printable_name(was).s : "not broadcast", seed);
+    dt__text seed = dt__ckpt_seed(ctx);
+    const char *const names[2] = { "optimizer", "seed" }, *const own[2] = {
+        dt__optimizers[c->zero->desc.optimizer], seed.s
+    };
+    for (int i = 0; i < 2; i++) {
+        const char *was = dt__manifest_text(j, names[i]);
+        if (!was || strcmp(was, own[i]) != 0)
+            return dt_fail(ctx, DT_ERR_ARG,
+                "dt_checkpoint_load: %s: its %s is %s, and this program's is %s%s", f->path,
+                names[i], was ? dt__printable_name(was).s : "missing", own[i],
+                i ? ": the random numbers would be others" : "");
+    }
     for (int i = 0; i < c->desc.n_extra_state; i++) {
         const dt_extra_state *s = &c->desc.extra_state[i];
         int node = dt_json_find(j, dt_json_find(j, 0, "saved"), s->name);
@@ -5285,33 +5008,31 @@ static dt_status dt__load_fits(dt_checkpoint *c, dt__candidate *f) {
     return DT_OK;
 }
 
-/* Fails unless dt_checkpoint_load will accept the new manifest. Called on rank 0 before the
-   manifest is written. */
-static dt_status dt__manifest_check(dt_checkpoint *c) {
+/* Fails unless dt_checkpoint_load will accept the new manifest. */
+static dt_status dt__manifest_check(dt_checkpoint *c, const char *func) {
     dt__candidate f;
     memset(&f, 0, sizeof f);
     snprintf(f.path, sizeof f.path, "%s", c->files.path[DT__FINAL]);
-    snprintf(f.name, sizeof f.name, "%s/manifest.json", f.path);
+    snprintf(f.name, sizeof f.name, "%s%smanifest.json", f.path, f.path[0] ? "/" : "");
     if (!dt__candidate_open(c, &f)) return dt_error(c->ctx);
     f.text = c->manifest;
     f.bytes = c->manifest_bytes;
     dt__candidate_parse(&f);
-    for (int k = 0; k < DT__CKPT_FILES; k++)
+    for (int k = 0; k < DT__CKPT_FILES && c->w[k]; k++)
         dt_json_free(dt_json_parse(f.probe, dt__ckpt_names[k], c->w[k]->file[0].header + 8,
             (size_t)dt__header_bytes(c->w[k]) - 8));
     dt__candidate_note_error(&f);
     if (f.state == DT__UNREADABLE)
-        dt_fail(c->ctx, DT_ERR_MEM, "dt_checkpoint_save: %s", f.why);
+        dt_fail(c->ctx, DT_ERR_MEM, "%s: %s", func, f.why);
     else if (f.state != DT__INTACT)
-        dt_fail(c->ctx, DT_ERR_ARG, "dt_checkpoint_save: it could not be loaded: %s", f.why);
+        dt_fail(c->ctx, DT_ERR_ARG, "%s: it could not be loaded: %s", func, f.why);
     if (dt_error(c->ctx) == DT_OK) dt__load_fits(c, &f);
     f.text = NULL; /* the writer frees the manifest */
     dt__candidate_close(&f);
     return dt_error(c->ctx);
 }
 
-/* Returns 1 if the tensor `name` of a file is an error array of 1-bit Adam. Such tensors may be
-   missing, because another layout has other error arrays. */
+/* Returns 1 if a tensor is an error array of 1-bit Adam, which another layout may lack. */
 static int dt__is_onebit_error(int file, const char *name) {
     return file == DT__OPTIM && strncmp(name, "error", 5) == 0 &&
            (name[5] == '0' || name[5] == '1') && name[6] == '.';
@@ -5323,17 +5044,14 @@ static dt_status dt__load_tensors_fit(dt_checkpoint *c, dt__candidate *f) {
         for (int i = 0; i < dt_weights_count(c->w[k]); i++) {
             const dt_weight *t = dt_weights_get(c->w[k], i);
             const dt_weight *there = dt_weights_get(f->w[k], dt_weights_find(f->w[k], t->name));
-            int same = there && there->dtype == t->dtype && there->shape.nd == t->shape.nd;
-            for (int d = 0; d < t->shape.nd && same; d++) same = there->shape.d[d] == t->shape.d[d];
-            if (same || dt__is_onebit_error(k, t->name)) continue;
+            if (dt__is_onebit_error(k, t->name)) continue;
             if (!there)
                 return dt_fail(c->ctx, DT_ERR_ARG,
-                    "dt_checkpoint_load: %s/%s has no '%s', which this program "
-                    "has",
-                    f->path, file, t->name);
+                    "dt_checkpoint_load: %s/%s has no '%s', which this program has", f->path, file,
+                    t->name);
+            if (there->dtype == t->dtype && dt__same_shape(there->shape, t->shape)) continue;
             return dt_fail(c->ctx, DT_ERR_ARG,
-                "dt_checkpoint_load: %s/%s: '%s' is %s of %s there, and %s of %s in "
-                "this program",
+                "dt_checkpoint_load: %s/%s: '%s' is %s of %s there, and %s of %s in this program",
                 f->path, file, t->name, there->type, dt__shape_text(there->shape).s, t->type,
                 dt__shape_text(t->shape).s);
         }
@@ -5348,42 +5066,11 @@ static dt_status dt__load_tensors_fit(dt_checkpoint *c, dt__candidate *f) {
     return DT_OK;
 }
 
-/* Resharding: loads the parameters and the optimizer state of a bucket. Each rank reads its own
-   local slices from the full tensors in the files w. `host` is scratch memory. */
-static dt_status dt__load_bucket(
-    dt_checkpoint *c, dt_weights *const *w, dt__zero_bucket *z, char *host) {
-    dt_ctx *ctx = c->ctx;
-    dt_bucket *bucket = z->bucket;
-    size_t size = dt__zero_element_size(z);
-    int gathered = !bucket->data;
-    if (dt__gather_outside_op(dt_param_get(ctx, bucket->first_param)) != DT_OK)
-        return dt_error(ctx);
-    for (int i = bucket->first_param; i < bucket->first_param + bucket->n_params; i++) {
-        dt_tensor *t = dt_param_get(ctx, i);
-        dt_weight_map p;
-        if (dt__ckpt_map_weight(c, t, &p) != DT_OK) return dt_error(ctx);
-        if (dt_weights_load(w[DT__MODEL], t, p.columns, p.part, p.n ? p.n : 1) != DT_OK)
-            return dt_error(ctx);
-    }
-    dt__bucket_release(ctx, bucket, 0, gathered);
-    for (int a = 0; a <= DT__MASTER; a++)
-        for (size_t at = z->offset, n;
-             at < z->offset + z->count && dt__ckpt_has_array(c->zero, bucket, a); at += n) {
-            n = z->offset + z->count - at < DT__CKPT_CHUNK / size ? z->offset + z->count - at
-                                                                  : DT__CKPT_CHUNK / size;
-            memset(host, 0, n * size); /* padding is 0, and is not in the file */
-            if (dt__state_transfer(c, w[DT__OPTIM], bucket, a, at, at + n, host) != DT_OK ||
-                dt__state_set(c->zero, z, a, at, n, host) != DT_OK)
-                return dt_error(ctx);
-        }
-    return dt_error(ctx);
-}
-
-/* [collective: world] Loads the error arrays of 1-bit Adam if this job's layout is the layout of
-   the job that saved them. Otherwise leaves them as they are, and logs a notice. */
+/* [collective: world] Loads the error arrays of 1-bit Adam if the layout is the one that saved
+   them. Otherwise leaves them as they are, and logs a notice. */
 static dt_status dt__load_errors(dt_checkpoint *c, dt__candidate *f, dt_weights *w, char *host) {
     dt_zero *zero = c->zero;
-    const char *layout = dt_json_string(f->json, dt_json_find(f->json, 0, "layout"), NULL);
+    const char *layout = dt__manifest_text(f->json, "layout");
     double other = !layout || strcmp(layout, dt__ckpt_layout(zero).s) != 0;
     for (int u = 0; u < zero->n_buckets; u++)
         for (int e = 0; e < 2 && zero->buckets[u].errors[e]; e++) {
@@ -5402,12 +5089,11 @@ static dt_status dt__load_errors(dt_checkpoint *c, dt__candidate *f, dt_weights 
     return dt_error(c->ctx);
 }
 
-/* Loads the loss scale, extra_state and config from the manifest. Called after all tensors are
-   loaded. */
+/* Loads what the manifest holds. */
 static void dt__load_numbers(dt_checkpoint *c, dt__candidate *f) {
     dt_zero *zero = c->zero;
     dt_json *j = f->json;
-    const char *config = dt_json_string(j, dt_json_find(j, 0, "config"), NULL);
+    const char *config = dt__manifest_text(j, "config");
     double scale = zero->loss_scale;
     int64_t good = 0, hysteresis_left = zero->hysteresis_left;
     dt_json_number(j, dt_json_find(j, 0, "loss_scale"), &scale);
@@ -5432,22 +5118,21 @@ static dt_status dt__load_apply(dt_checkpoint *c, dt__candidate *f) {
     dt_ctx *ctx = c->ctx;
     dt_zero *zero = c->zero;
     dt_weights *w[DT__CKPT_FILES] = { NULL, NULL };
-    char path[DT__PATH_BYTES + 32];
     if (!dt_json_int(f->json, dt_json_find(f->json, 0, "step"), &zero->step) || zero->step < 0)
         return dt_fail(ctx, DT_ERR_IO, "dt_checkpoint_load: %s: its step is no number", f->path);
     for (int k = 0; k < DT__CKPT_FILES; k++)
         dt__files_path(&c->files, k, f->path, dt__ckpt_names[k]);
-    if (dt__load_fits(c, f) != DT_OK || dt__list_make(c) != DT_OK ||
+    if (dt__files_check(ctx, &c->files, "dt_checkpoint_load") != DT_OK ||
+        dt__load_fits(c, f) != DT_OK || dt__list_make(c) != DT_OK ||
         dt__load_tensors_fit(c, f) != DT_OK)
         return dt_error(ctx);
     dt__list_free(c);
-    for (int k = 0; k < DT__CKPT_FILES && dt_error(ctx) == DT_OK; k++) {
-        snprintf(path, sizeof path, "%s/%s", f->path, dt__ckpt_names[k]);
-        w[k] = dt_weights_open(ctx, path);
-    }
+    for (int k = 0; k < DT__CKPT_FILES && dt_error(ctx) == DT_OK; k++)
+        w[k] = dt_weights_open(ctx, c->files.path[k]);
     char *host = (char *)dt_alloc(ctx, DT_MEM_HOST, DT__CKPT_CHUNK, "loading");
     for (int u = 0; u < zero->n_buckets && dt_error(ctx) == DT_OK; u++)
-        dt__load_bucket(c, w, &zero->buckets[u], host);
+        if (dt__params_transfer(c, w[DT__MODEL], &zero->buckets[u]) == DT_OK)
+            dt__state_transfer(c, w[DT__OPTIM], &zero->buckets[u], host);
     if (dt_error(ctx) == DT_OK && zero->desc.optimizer == DT_ONEBIT_ADAM)
         dt__load_errors(c, f, w[DT__OPTIM], host);
     dt_free(ctx, DT_MEM_HOST, host, DT__CKPT_CHUNK);
@@ -5463,12 +5148,8 @@ int64_t dt_checkpoint_load(dt_checkpoint *c, const char *from) {
     memset(&f, 0, sizeof f);
     if (!c || dt_error(c->ctx) != DT_OK) return -1;
     if (!from) from = c->files.path[DT__DIR];
-    if (!*from || snprintf(dir, sizeof dir, "%s", from) >= (int)sizeof dir) {
-        dt_fail(c->ctx, DT_ERR_ARG, "dt_checkpoint_load: from where? '%.80s'", from);
-        return -1;
-    }
-    for (size_t n = strlen(dir); n > 1 && dir[n - 1] == '/'; n--) dir[n - 1] = 0;
-    if (dt__save_wait(c) == DT_OK && dt__candidate_newest(c, dir, &f) == DT_OK && f.path[0])
+    if (dt__copy_dir(c->ctx, "dt_checkpoint_load", dir, from) == DT_OK &&
+        dt__save_wait(c) == DT_OK && dt__candidate_newest(c, dir, &f) == DT_OK && f.path[0])
         dt__load_apply(c, &f);
     if (f.probe) dt__candidate_close(&f);
     /* if any rank could not load, this barrier fails on every rank */

@@ -155,7 +155,7 @@ fi
 also=()
 # the programs that the scripts need
 [ ${#scripts[@]} = 0 ] || [ "${scripts[*]}" = sanitized ] ||
-    also=("$B/demo" "$B/train_gpt" "$B/power" "$B/bench_gemm" "$B/bench_train" "$B/bench_comm" "$B/bench_layouts")
+    also=("$B/demo" "$B/train_gpt" "$B/power" "$B"/bench_{gemm,attention,train,comm,layouts})
 [ ${#programs[@]} = 0 ] || $MAKE -s -k -j"$CPUS" "${also[@]}" "${programs[@]/#/$B/}" >/dev/null 2>&1   # failures: below
 
 run_all "${programs[@]}" "${scripts[@]}"

@@ -561,6 +561,104 @@ static void test_bad_moves(void) {
     }
 }
 
+/* ---- all-to-all of rows ---- */
+
+/* Number of rows that rank `from` of n sends to rank `to`; some counts are 0, the last rank
+   receives none, and rank 1 sends none. */
+static int64_t rows_sent(int from, int to, int n) {
+    return from == 1 || (n > 1 && to == n - 1) ? 0 : (from * 3 + to * 5 + from * to) % 4;
+}
+
+/* Element e of the i-th row that rank `from` sends to rank `to`. */
+static double row_element(uint32_t salt, int from, int to, int64_t i, int64_t e) {
+    return quarter(salt + (uint32_t)from * 16 + (uint32_t)to, (uint32_t)i, (uint32_t)e);
+}
+
+/* The rows of rank me, as the sender lays them out, or as the receiver does if `received` is 1.
+   Returns their number. */
+static int64_t rows_layout(uint32_t salt, int me, int n, int64_t width, int received, double *out) {
+    int64_t all = 0;
+    for (int r = 0; r < n; r++) {
+        int from = received ? r : me, to = received ? me : r;
+        for (int64_t i = 0; i < rows_sent(from, to, n); i++, all++)
+            for (int64_t e = 0; e < width; e++)
+                out[all * width + e] = row_element(salt, from, to, i, e);
+    }
+    return all;
+}
+
+static void one_exchange(dt_ctx *ctx, dt_comm *comm, dt_dtype dtype, int flat) {
+    int n = dt_comm_size(comm), me = dt_comm_rank(comm);
+    int64_t width = flat ? 1 : 6, send[MAX_N], recv[MAX_N], away = 0, back = 0;
+    double x[MAX_COUNT] = { 0 }, y[MAX_COUNT] = { 0 }, dy[MAX_COUNT] = { 0 }, dx[MAX_COUNT] = { 0 };
+    for (int r = 0; r < n; r++) {
+        send[r] = rows_sent(me, r, n);
+        recv[r] = rows_sent(r, me, n);
+        away += r == me ? 0 : send[r];
+        back += r == me ? 0 : recv[r];
+    }
+    int64_t S = rows_layout(100, me, n, width, 0, x), R = rows_layout(100, me, n, width, 1, y);
+    rows_layout(500, me, n, width, 0, dx);
+    rows_layout(500, me, n, width, 1, dy);
+    dt_shape in = flat ? DT_SHAPE(S) : DT_SHAPE(S, 2, 3),
+             out = flat ? DT_SHAPE(R) : DT_SHAPE(R, 2, 3);
+    dt_tensor *t = dt_require_grad(input_of(ctx, dtype, in, x));
+    size_t row = (size_t)width * dt_dtype_size(dtype), before = dt_comm_bytes(ctx, DT_AXIS_TP);
+    dt_tensor *got = dt_all_to_all_rows(t, comm, send, recv);
+    CHECK(dt_comm_bytes(ctx, DT_AXIS_TP) - before == (size_t)away * row);
+    dt_tensor *again = dt_all_to_all_rows(t, comm, send, NULL); /* the exchange is not counted */
+    CHECK(dt_comm_bytes(ctx, DT_AXIS_TP) - before == 2 * (size_t)away * row);
+    if (!got || !again) return;
+    CHECK(dt__same_shape(got->shape, out) && dt__same_shape(again->shape, out));
+    for (int64_t i = 0; i < R * width; i++)
+        CHECK(element(got->data, dtype, i) == y[i] && element(again->data, dtype, i) == y[i]);
+    for (int r = 0; r < n; r++) send[r] = recv[r] = -1; /* the op has copied the counts */
+    before = dt_comm_bytes(ctx, DT_AXIS_TP);
+    dt_backward(dt_add(dot(got, dy), dot(again, dy)));
+    CHECK(dt_comm_bytes(ctx, DT_AXIS_TP) - before == 2 * (size_t)back * row);
+    for (int64_t i = 0; i < S * width; i++)
+        CHECK(t->grad && element(t->grad, dtype, i) == 2 * dx[i]);
+    dt_reset(ctx);
+}
+
+static dt_status exchange_main(dt_ctx *ctx, void *user) {
+    dt_mesh mesh = dt_mesh_make(ctx, (dt_mesh_desc){ .tp = dt_comm_size(dt_world(ctx)) });
+    int64_t one[2] = { 1, 0 };
+    int32_t id = dt_ctx_rank(ctx);
+    (void)user;
+    for (int i = 0; i < 4; i++) one_exchange(ctx, mesh.tp, i % 2 ? DT_F32 : DT_F64, i / 2);
+    dt_tensor *x = dt_input(ctx, DT_I32, DT_SHAPE(1), &id);
+    CHECK(dt_all_to_all_rows(x, NULL, NULL, NULL) == x);
+    CHECK(dt_all_to_all_rows(NULL, mesh.tp, one, NULL) == NULL && dt_error(ctx) == DT_OK);
+    if (dt_comm_size(mesh.tp) != 2) return dt_error(ctx);
+    /* integers: both ranks send their only row to rank 0 */
+    dt_tensor *y = dt_all_to_all_rows(x, mesh.tp, one, NULL);
+    CHECK(y && !y->needs_grad && y->shape.d[0] == (id ? 0 : 2));
+    if (y && id == 0) CHECK(((int32_t *)y->data)[0] == 0 && ((int32_t *)y->data)[1] == 1);
+    return dt_error(ctx);
+}
+
+static dt_status bad_exchange_main(dt_ctx *ctx, void *user) {
+    float values[15] = { 0 };
+    int n = *(int *)user;
+    int64_t send[2] = { n == 2 ? 6 : 2, n == 2 ? -1 : n == 0 ? 2 : 3 }, recv[2] = { -1, 0 };
+    dt_tensor *x = dt_input(ctx, DT_F32, n == 3 ? DT_SCALAR : DT_SHAPE(5, 3), values);
+    CHECK(!dt_all_to_all_rows(x, dt_world(ctx), n == 1 ? NULL : send, n == 4 ? recv : NULL));
+    return dt_error(ctx);
+}
+
+static void test_exchange(void) {
+    static const char *const text[] = { "do not sum to x's rows", "are needed", "0 or more",
+        "rows, and counts", "0 or more" };
+    for (int n = 1; n <= MAX_N; n++) CHECK(run(n, exchange_main, NULL).status == DT_OK);
+    for (int i = 0; i < 5; i++) {
+        dt_report report = run(2, bad_exchange_main, &i);
+        CHECK_MSG(report.status == DT_ERR_SHAPE && strstr(report.text, "dt_all_to_all_rows") &&
+                      strstr(report.text, text[i]),
+            "exchange %d: %s", i, report.text);
+    }
+}
+
 static void test_moves(void) {
     held *h = (held *)calloc(1, sizeof *h);
     if (!CHECK(h != NULL)) return;
@@ -1303,7 +1401,7 @@ static void test_text_refused(void) {
 /* kind 0: the reported size is wrong; 1: the file is truncated; 2: reads fail; 3, 4: no such
    sequence */
 static void check_read_fails(int kind, dt_status status, const char *word) {
-    path p = put("shrinks", (const unsigned char *)"0123456789", 10);
+    path p = put("shrinks", (const unsigned char *)"0123456789abcd", 14);
     const char *names[] = { p.s };
     faulty_io l;
     dt_ctx *ctx = faulty_ctx(&l, &quiet);
@@ -1314,7 +1412,7 @@ static void check_read_fails(int kind, dt_status status, const char *word) {
         CHECK(dt_text_read(t, 0, ids, labels) == DT_OK && ids[0] == '0' && labels[3] == '4');
         if (kind == 1) CHECK(truncate(p.s, 6) == 0);
         l.fail = kind == 2;
-        int64_t which = kind == 0 ? 2 : kind == 3 ? -1 : kind == 4 ? 2 : 1;
+        int64_t which = kind == 3 ? -1 : kind == 0 || kind == 4 ? 3 : 1;
         CHECK(dt_text_read(t, which, ids, labels) == status);
         CHECK_MSG(
             strstr(dt_error_text(ctx), word), "'%s' is not in '%s'", word, dt_error_text(ctx));
@@ -1382,7 +1480,7 @@ static void test_sampler_memory(void) {
         dt_ctx_free(ctx);
         CHECK(m.live == 0);
     }
-    CHECK(refused == 2); /* the sampler and its order */
+    CHECK(refused == 4); /* the sampler and its order, each in a chunk with a header */
 }
 
 static void null_text(void) { /* queries a text that could not be opened */
@@ -1396,8 +1494,8 @@ static void test_text(void) {
     check_read_fails(0, DT_ERR_IO, "shorter");
     check_read_fails(1, DT_ERR_IO, "shorter");
     check_read_fails(2, DT_ERR_IO, "Input/output error");
-    check_read_fails(3, DT_ERR_ARG, "-1 of 2");
-    check_read_fails(4, DT_ERR_ARG, "2 of 2");
+    check_read_fails(3, DT_ERR_ARG, "-1 of 3");
+    check_read_fails(4, DT_ERR_ARG, "3 of 3");
     test_text_memory();
     static const char *const names[] = { "p0", "p1", "p2", "p3", "p4", "p5", "good", "empty", "one",
         "shrinks", "memory" };
@@ -1415,6 +1513,7 @@ int main(int argc, char **argv) {
     test_mesh();
     test_mesh_sizes();
     test_moves();
+    test_exchange();
     for (int ranks = 1; ranks <= 3; ranks++)
         for (int sequence = 0; sequence < 2; sequence++) /* 5 does not divide */
             for (int hidden = 5; hidden <= 6; hidden++) test_net(ranks, sequence, hidden);

@@ -450,10 +450,10 @@ static int are_planned(const dt_zero *zero) {
     for (int stage = 0; stage < zero->n_stages; stage++) {
         const dt__gather_plan *plan = &zero->gather_plans[3 * stage];
         int units = 0;
-        for (int u = 0; u < zero->n_buckets; u++) units += zero->buckets[u].bucket->stage == stage;
+        for (int u = 0; u < zero->n_buckets; u++) units += zero->buckets[u].bucket.stage == stage;
         good &= plan->n == units;
         for (int i = 0; i < plan->n; i++)
-            good &= zero->buckets[plan->items[i].bucket].bucket->stage == stage;
+            good &= zero->buckets[plan->items[i].bucket].bucket.stage == stage;
     }
     return good;
 }

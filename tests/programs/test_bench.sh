@@ -36,6 +36,11 @@ bench bench_gemm "$gemm" 3 "geomean_f32 min_f32 bf16_over_f32" \
 grep -q '^# peer: OpenBLAS is not installed at no/such/library' "$dir/out" &&
     ! grep -v ',none,nan,nan$' "$dir/rows" | grep -q .
 report $? "bench_gemm without OpenBLAS says so and measures dt"
+bench bench_attention "t,direction,dt_gflops,peer,peer_gflops,ratio" 2 "min_forward min_backward" \
+    --quick --python no/such/python
+grep -q '^# peer: PyTorch is not installed for no/such/python' "$dir/out" &&
+    awk -F, '$3 <= 0 || $4 != "none" || $6 != "nan" { bad = 1 } END { exit bad || NR == 0 }' "$dir/rows"
+report $? "bench_attention without PyTorch says so and measures dt"
 bench bench_train "$train" 1 \
     "ratio_pytorch_f32 ratio_llmc_f32 product_rate_dt_gflops product_rate_openblas_gflops product_rate_share_f32 \
 rss_ratio_f32 bf16_over_f32 ratio_pytorch_bf16 loss_difference_f32" --quick
@@ -76,7 +81,7 @@ for backend in threads procs; do
     awk -F, '/^summary,loss_difference/ && $3 < 1e-5 { good = 1 } END { exit !good }' "$dir/csv"
     report $? "bench_layouts over $backend: every layout has the loss of one rank"
 done
-for p in bench_gemm bench_train bench_comm bench_layouts; do
+for p in bench_gemm bench_attention bench_train bench_comm bench_layouts; do
     "$B/$p" --quik >"$dir/out" 2>&1
     [ $? = 2 ] && grep -q '^error: --quik' "$dir/out"
     report $? "$p refuses an option it does not know"

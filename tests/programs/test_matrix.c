@@ -907,7 +907,7 @@ static double pipeline_bytes(const job *j) {
             if ((stage + end) % s.pp == j->mesh.coord.pp) bytes += s.accum * edge_bytes(j, stage);
     for (int u = 0; u < j->zero->n_buckets; u++) {
         const dt__zero_bucket *z = &j->zero->buckets[u];
-        if (dt__tied_group(j->zero, z->bucket))
+        if (dt__tied_group(j->zero, &z->bucket))
             bytes += (double)(z->count * dt__zero_element_size(z));
     }
     return bytes * s.steps;

@@ -928,7 +928,10 @@ static void test_st_read(void) {
 static void test_index(void) {
     static const char *const a = ONE("U8", "[2]", "0", "2"),
                              *const b =
-                                 "{\"b\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]}}";
+                                 "{\"b\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]}}",
+                             *const both =
+                                 "{\"a\":{\"dtype\":\"U8\",\"shape\":[2],\"data_offsets\":[0,2]},"
+                                 "\"b\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[2,3]}}";
     static const struct {
         const char *index, *error;
     } cases[] = { { "{\"metadata\":{\"total_size\":6},\"weight_map\":{\"a\":\"s1\",\"b\":\"s2\"}}",
@@ -941,7 +944,7 @@ static void test_index(void) {
         { "{\"weight_map\":{\"c\":\"s1\"}}", "tensor 'c' is not in 's1'" },
         { "{\"weight_map\":{\"a\":\"s1\",\"b\":\"s1\"}}", "tensor 'b' is not in 's1'" },
         { "{\"weight_map\":{\"a\":\"s3\"}}", "d/s3: No such file" },
-        { "{\"weight_map\":{\"a\":\"s1\",\"b\":\"s1copy\"}}", "tensor 'a' is there twice" },
+        { "{\"weight_map\":{\"a\":\"s1\",\"b\":\"s3b\"}}", "tensor 'a' is there twice" },
         { "{\"weight_map\":{\"a\":\"../s1\"}}", "is not the name of a file beside the index" },
         { "{\"weight_map\":{\"a\":\"/s1\"}}", "is not the name" },
         { "{\"weight_map\":{\"a\":\"x/s1\"}}", "is not the name" },
@@ -954,7 +957,7 @@ static void test_index(void) {
     memory_fs fs;
     memset(&fs, 0, sizeof fs);
     put_safetensors(&fs, "d/s1", a, 2);
-    put_safetensors(&fs, "d/s1copy", a, 2);
+    put_safetensors(&fs, "d/s3b", both, 3);
     put_safetensors(&fs, "d/s2", b, 4);
     unsigned char llmc[1024] = { 0x66, 0xd7, 0x34, 0x01, 3 };
     memory_put(&fs, "d/model", llmc, sizeof llmc);
@@ -1813,7 +1816,7 @@ static void test_tokens(void) {
         { 2, 20240520, 2, 5, 1034, "a shard of version 2" },
         { 4, 20240801, 1, 5, 1044, "version 7 and 1024 + 4" },
         { 2, 20240520, 1, 0xffffffff, 1034, "with 4294967295 tokens" },
-        { 2, 20240520, 1, 0, 12, "has 12 bytes" }, { 2, 20240520, 1, 0, 11, "of version 0" },
+        { 2, 20240520, 1, 0, 12, "has 12 bytes" }, { 2, 20240520, 1, 0, 11, "has 11 bytes" },
         { 2, 20240520, 1, 0, 4, "of version 0" },
         { 2, 20240520, 1, 1, 1026, "1 tokens, but one sequence needs 5" },
         { 2, 20240520, 1, 0, 1024, "0 tokens" } };
@@ -1905,6 +1908,33 @@ static void test_tokens_mixed(void) {
     memory_clear(&fs);
 }
 
+static int note_open(void *user, const char *path, int mode) {
+    snprintf((char *)user, 8000, "%s", mode == DT_IO_READ ? path : "");
+    return 3;
+}
+static int accept_fd(void *user, int fd) { return user && fd == 3 ? 0 : -1; }
+
+/* The folder of a file is synced, however long its path is, or the writer fails. */
+static void test_long_folder(void) {
+    static const int lengths[] = { 0, 1, 1022, 1023, 1024, 4094, 4095, 7000 };
+    static char folder[8000], path[8000];
+    for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
+        int n = lengths[i];
+        dt__writer w = {
+            .io = { .user = folder, .open = note_open, .close = accept_fd, .fsync = accept_fd }
+        };
+        memset(path, 'x', (size_t)n);
+        snprintf(path + n, sizeof path - (size_t)n, n ? "/file" : "file");
+        folder[0] = 0;
+        dt__writer_sync_parent(&w, path, 0);
+        path[n ? n + 1 : 0] = 0;
+        if (n < 4095)
+            CHECK_MSG(!w.why[0] && strcmp(folder, n ? path : ".") == 0, "%d: %s", n, w.why);
+        else
+            CHECK_MSG(strstr(w.why, "fsync of its folder: ") && !folder[0], "%d: %s", n, w.why);
+    }
+}
+
 int main(int argc, char **argv) {
     if (argc > 1) golden_folder = argv[1];
     test_16_bit_types();
@@ -1922,6 +1952,7 @@ int main(int argc, char **argv) {
     test_st_headers();
     test_st_refused();
     test_st_read();
+    test_long_folder();
     test_index();
     test_reference_library();
     test_llmc();

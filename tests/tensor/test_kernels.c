@@ -1273,6 +1273,46 @@ static void bench_flash_and_naive(bench *b, heads h, int kind) {
     }
 }
 
+/* The bits of a query's out, lse and dq depend on the query and on the keys it sees only. All rows
+   are computed at once, then some of them alone: one sequence, one query, and only the keys up to
+   its position. `wide` results show the bits before rounding. */
+static void bench_attention_rows(bench *b, heads h) {
+    dt_dtype stat = is_narrow(b->t) ? DT_F32 : b->t;
+    size_t width = (size_t)(h.H * h.D), nq = (size_t)(h.B * h.TQ) * width,
+           size = dt_dtype_size(b->t), nk = (size_t)(h.B * h.TK * h.K * h.D),
+           bytes = dt_dtype_size(stat), work_bytes = dt_attention_work(h.TK, h.D, b->t);
+    char *q = (char *)array(b, nq), *k = (char *)array(b, nk), *v = (char *)array(b, nk),
+         *dout = (char *)array(b, nq), *out = (char *)array_of(b, stat, nq, 1),
+         *lse = (char *)array_of(b, stat, nq, 1), *dq = (char *)array_of(b, stat, nq, 1);
+    void *one_out = array_of(b, stat, width, 1), *one_lse = array_of(b, stat, (size_t)h.H, 1),
+         *one_dq = array_of(b, stat, width, 1), *work = keep(b, room(work_bytes));
+    dt_attention_args a = { b->t, out, lse, q, k, v, h.B, h.TQ, h.TK, h.H, h.K, h.D, 0.6,
+        { .causal = 1 }, 0, 1, work, work_bytes };
+    dt_attention_back_args g = { b->t, dq, NULL, NULL, dout, out, lse, q, k, v, h.B, h.TQ, h.TK,
+        h.H, h.K, h.D, 0.6, { .causal = 1 }, 0, 0, 0, 1, work, work_bytes };
+    OK(b->v->attention(&a));
+    OK(b->v->attention_back(&g));
+    for (int64_t row = 0; row < h.B * h.TQ; row += 7) {
+        int64_t s = row / h.TQ, i = row % h.TQ;
+        size_t query = (size_t)row * width, key = (size_t)(s * h.TK * h.K * h.D);
+        dt_attention_args one = a;
+        one.out = one_out, one.lse = one_lse, one.batch = one.tq = 1, one.tk = i + h.TK - h.TQ + 1;
+        one.q = q + query * size, one.k = k + key * size, one.v = v + key * size;
+        OK(b->v->attention(&one));
+        dt_attention_back_args back = g;
+        back.dq = one_dq, back.dout = dout + query * size, back.out = one_out, back.lse = one_lse;
+        back.q = one.q, back.k = one.k, back.v = one.v, back.batch = back.tq = 1, back.tk = one.tk;
+        OK(b->v->attention_back(&back));
+        int equal = memcmp(one_out, out + query * bytes, width * bytes) == 0 &&
+                    memcmp(one_dq, dq + query * bytes, width * bytes) == 0;
+        for (int64_t head = 0; head < h.H; head++)
+            equal = equal && memcmp((char *)one_lse + (size_t)head * bytes,
+                                 lse + (size_t)((s * h.H + head) * h.TQ + i) * bytes, bytes) == 0;
+        CHECK_MSG(equal, "%s: query %d of sequence %d has other bits alone", dt_dtype_name(b->t),
+            (int)i, (int)s);
+    }
+}
+
 static void bench_all_attention(bench *b) {
     static const heads tiles[3] = { { 1, 131, 131, 2, 1, 9, { 0, NULL, NULL, NULL, NULL } },
         { 1, 1, 129, 4, 2, 65, { 0, NULL, NULL, NULL, NULL } },
@@ -1294,6 +1334,13 @@ static void bench_all_attention(bench *b) {
             bench_attention(b, size[s], kind);
             while (b->n_all > first) free(b->all[--b->n_all]);
         }
+    static const heads rows[2] = { { 2, 70, 150, 4, 2, 9, { 0, NULL, NULL, NULL, NULL } },
+        { 1, 300, 300, 1, 1, 16, { 0, NULL, NULL, NULL, NULL } } };
+    for (int s = 0; s < 2; s++) {
+        int first = b->n_all;
+        bench_attention_rows(b, rows[s]);
+        while (b->n_all > first) free(b->all[--b->n_all]);
+    }
     for (int64_t step = 1; step <= 45; step = step * 2 + step / 3)
         for (int backwards = 0; backwards < 2; backwards++) {
             int first = b->n_all;
@@ -1656,8 +1703,32 @@ static void test_products(void) {
         check_skip("bf16 products by pairs: not on this machine");
 }
 
+/* The scratch memory lies where row 70 of C would be if the 16-bit C had elements of the compute
+   type: the tile of that row must be stored in C all the same. */
+static void product_near_scratch(dt_dtype dtype) {
+    enum { M = 96, N = 16, K = 16, ROW = 70 };
+    static _Alignas(64) char memory[1 << 19];
+    uint16_t a[M * K], b[K * N], far[M * N];
+    size_t bytes = dt_matmul_work(N, K, dtype), at = ROW * N * sizeof(float);
+    CHECK(bytes + at <= sizeof memory && M * N * sizeof *far <= at);
+    for (int i = 0; i < M * K; i++) a[i] = (uint16_t)(0x3c00 + i % 61);
+    for (int i = 0; i < K * N; i++) b[i] = (uint16_t)(0x3c00 + i % 53);
+    dt_matmul_args far_args = { .dtype = dtype, .c = far, .a = a, .b = b, .m = M, .n = N, .k = K };
+    memset(memory, 0xff, sizeof memory);
+    dt_matmul_args near_args = far_args;
+    near_args.c = memory;
+    near_args.work = memory + at;
+    near_args.work_bytes = bytes;
+    CHECK(dt_kernels_cpu()->matmul(&far_args, NULL) == DT_OK &&
+          dt_kernels_cpu()->matmul(&near_args, NULL) == DT_OK);
+    CHECK_MSG(memcmp(memory, far, sizeof far) == 0, "%s: scratch behind C changes the product",
+        dt_dtype_name(dtype));
+}
+
 int main(void) {
     test_products();
+    product_near_scratch(DT_F16);
+    product_near_scratch(DT_BF16);
     test_all_kernels();
     reductions();
     test_numbers();

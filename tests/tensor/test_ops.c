@@ -818,6 +818,55 @@ static void fd_move(void) {
     }
 }
 
+/* Bits of kind: 1 an activation, 2 a residual, 4 a second grouped op, whose backward then computes
+   the gradient of the first op's activation. in: x, w, b, residual. */
+static dt_tensor *build_grouped(dt_tensor **in, fd_case *c) {
+    int64_t rows[4] = { c->ids[0], c->ids[1], c->ids[2], c->ids[3] };
+    dt_linear_desc d = { c->kind & 1 ? DT_ACT_GELU : 0, c->kind & 2 ? in[3] : NULL },
+                   plain = { 0, NULL };
+    dt_tensor *y = dt_grouped_linear(in[0], in[1], in[2], rows, d);
+    if (c->kind & 4) y = dt_grouped_linear(y, dt_transpose(in[1], 1, 2), NULL, rows, plain);
+    memset(rows, 0xff, sizeof rows); /* the ops have copied them */
+    return y;
+}
+
+static void fd_grouped(void) {
+    static const int32_t rows[3][4] = { { 3, 0, 1, 2 }, { 0, 0, 6, 0 }, { 1, 2, 3, 0 } };
+    for (int kind = 0; kind < 8; kind++)
+        for (int i = 0; i < 3; i++)
+            fd_check((fd_case){ .name = "grouped linear",
+                .build = build_grouped,
+                .n = kind & 2 ? 4 : 3,
+                .kind = kind,
+                .ids = rows[i],
+                .shape = { i == 1 ? DT_SHAPE(2, 3, 5) : DT_SHAPE(6, 5), DT_SHAPE(4, 3, 5),
+                    DT_SHAPE(4, 3), DT_SHAPE(6, 3) } });
+}
+
+/* Kind 1: both weights and x are read twice. */
+static dt_tensor *build_bag(dt_tensor **in, fd_case *c) {
+    dt_tensor *rows = dt_input(in[0]->ctx, DT_I32, c->ids_shape, c->ids),
+              *y = dt_embedding_bag(in[0], rows, in[1]);
+    return c->kind ? dt_add(dt_embedding_bag(in[0], rows, dt_mul(in[1], in[1])), y) : y;
+}
+
+static void fd_bag(void) {
+    /* a row that a bag has twice, a row of several bags, -1, and a bag of -1 alone */
+    static const int32_t rows[12] = { 3, -1, 3, 0, 4, 1, -1, -1, -1, 2, 3, -1 };
+    static const dt_shape shape[] = { { 2, { 4, 3 } }, { 3, { 2, 1, 6 } }, { 2, { 7, 1 } },
+        { 1, { 3 } } };
+    for (int kind = 0; kind < 2; kind++)
+        for (size_t s = 0; s < sizeof shape / sizeof *shape; s++)
+            for (int64_t C = 1; C < 600; C += 520)
+                fd_check((fd_case){ .name = "embedding bag",
+                    .build = build_bag,
+                    .n = 2,
+                    .kind = kind,
+                    .ids = rows,
+                    .ids_shape = shape[s],
+                    .shape = { DT_SHAPE(5, C), shape[s] } });
+}
+
 static dt_tensor *build_rope(dt_tensor **in, fd_case *c) {
     dt_tensor *at = dt_input(in[0]->ctx, DT_I32, c->ids_shape, c->ids);
     return dt_rope(
@@ -981,6 +1030,8 @@ static void test_finite_differences(void) {
     CLASS(fd_binary);
     CLASS(fd_over);
     CLASS(fd_move);
+    CLASS(fd_grouped);
+    CLASS(fd_bag);
     CLASS(fd_rope);
     CLASS(fd_attention_mask);
     CLASS(fd_losses);
@@ -1075,11 +1126,15 @@ GOLDEN(attention, dt_attention(in[0], in[1], in[2],
                           .lse = &r->extra }))
 GOLDEN(cross_entropy, dt_cross_entropy(in[0], in[1], scalar(r, "denom")))
 GOLDEN(mse, dt_mse(in[0], in[1], scalar(r, "denom")))
-#define GOLDEN_LOSS \
-    { (int64_t) scalar(r, "vocab"), scalar(r, "smoothing"), scalar(r, "z_weight"), &r->extra }
-GOLDEN(smoothed, dt_cross_entropy_at(in[0], in[1], scalar(r, "denom"), (dt_loss_desc)GOLDEN_LOSS))
-GOLDEN(linear_loss,
-    dt_linear_cross_entropy(in[0], in[1], in[2], scalar(r, "denom"), (dt_loss_desc)GOLDEN_LOSS))
+static dt_loss_desc golden_loss(golden_run *r) {
+    return (dt_loss_desc){ .vocab = (int64_t)scalar(r, "vocab"),
+        .smoothing = scalar(r, "smoothing"),
+        .z_weight = scalar(r, "z_weight"),
+        .z_loss = &r->extra };
+}
+GOLDEN(smoothed, dt_cross_entropy_at(in[0], in[1], scalar(r, "denom"), golden_loss(r)))
+GOLDEN(
+    linear_loss, dt_linear_cross_entropy(in[0], in[1], in[2], scalar(r, "denom"), golden_loss(r)))
 #undef GOLDEN
 #undef GOLDEN_LOSS
 
@@ -1662,6 +1717,19 @@ ROW(residual, dt_linear_at(p->x, p->w, NULL, (dt_linear_desc){ 0, p->x }))
 ROW(residual_type, dt_linear_at(p->x, p->w, NULL, (dt_linear_desc){ 0, dt_cast(p->wide, DT_BF16) }))
 ROW(residual_stranger, dt_linear_at(p->x, p->w, NULL, (dt_linear_desc){ 0, p->stranger }))
 ROW(linear_null, dt_linear(p->x, NULL, NULL))
+static dt_tensor *grouped(tensors *p, int64_t a, int64_t b, dt_linear_desc d) {
+    int64_t rows[2] = { a, b };
+    return dt_grouped_linear(
+        p->x, noise_input(p->ctx, DT_F32, DT_SHAPE(2, 5, 4), 1, 1), NULL, rows, d);
+}
+ROW(grouped_sum, grouped(p, 2, 2, (dt_linear_desc){ 0, NULL }))
+ROW(grouped_below, grouped(p, -1, 4, (dt_linear_desc){ 0, NULL }))
+ROW(grouped_activation, grouped(p, 1, 2, (dt_linear_desc){ 99, NULL }))
+ROW(grouped_null, dt_grouped_linear(p->x, p->w, NULL, NULL, (dt_linear_desc){ 0, NULL }))
+ROW(grouped_dims, int64_t rows[5] = { 3 };
+    dt_grouped_linear(p->x, p->w, NULL, rows, (dt_linear_desc){ 0, NULL }))
+ROW(grouped_none, int64_t rows[1] = { 3 }; dt_grouped_linear(p->x,
+    dt_input(p->ctx, DT_F32, DT_SHAPE(0, 5, 4), NULL), NULL, rows, (dt_linear_desc){ 0, NULL }))
 ROW(rmsnorm, dt_rmsnorm(p->x, p->w, 0))
 ROW(rmsnorm_null, dt_rmsnorm(p->x, NULL, 0))
 ROW(layernorm_null, dt_layernorm(p->x, p->w, NULL, 0))
@@ -1713,6 +1781,20 @@ ROW(scatter_low, int32_t at[3] = { 0, -2, 9 };
 ROW(scatter_none, int32_t at[3] = { -1, -1, 0 };
     dt_scatter_rows(p->x, dt_input(p->ctx, DT_I32, DT_SHAPE(3), at), 0))
 ROW(scatter_type, dt_scatter_rows(p->x, p->x, 4))
+ROW(bag, dt_embedding_bag(p->cube, p->ints, dt_cast(p->ints, DT_F32)))
+ROW(bag_ids, dt_embedding_bag(p->x, p->wide, p->wide))
+ROW(bag_scalar, int32_t at[1] = { 0 };
+    dt_embedding_bag(p->x, dt_input(p->ctx, DT_I32, DT_SCALAR, at), p->wide))
+ROW(bag_none, dt_embedding_bag(p->x, dt_input(p->ctx, DT_I32, DT_SHAPE(2, 0), NULL),
+                  dt_input(p->ctx, DT_F32, DT_SHAPE(2, 0), NULL)))
+ROW(bag_weights, dt_embedding_bag(p->x, p->ints, p->x))
+ROW(bag_types, dt_embedding_bag(p->x, p->ints, dt_cast(p->ints, DT_F64)))
+ROW(bag_narrow,
+    dt_embedding_bag(dt_cast(p->x, DT_BF16), p->ints, dt_cast(dt_cast(p->ints, DT_F32), DT_BF16)))
+ROW(bag_high, int32_t at[4] = { 0, -1, 2, 3 };
+    dt_embedding_bag(p->x, dt_input(p->ctx, DT_I32, DT_SHAPE(2, 2), at),
+        noise_input(p->ctx, DT_F32, DT_SHAPE(2, 2), 1, 1)))
+ROW(bag_null, dt_embedding_bag(p->x, p->ints, NULL))
 ROW(topk, dt_topk(p->x, 5, NULL))
 ROW(topk_none, dt_topk(p->x, 0, NULL))
 ROW(topk_ints, dt_topk(p->ints, 1, NULL))
@@ -1811,6 +1893,21 @@ static const struct row {
     { r_scatter_none, DT_ERR_ARG,
         { "dt_scatter_rows", "row 0 at place 2; the result has 0 rows" } },
     { r_scatter_type, DT_ERR_SHAPE, { "dt_scatter_rows", "i32 row" } },
+    { r_grouped_sum, DT_ERR_SHAPE, { "dt_grouped_linear", "all of x's rows together" } },
+    { r_grouped_below, DT_ERR_SHAPE, { "dt_grouped_linear", "0 rows or more" } },
+    { r_grouped_activation, DT_ERR_ARG, { "dt_grouped_linear", "activation 99" } },
+    { r_grouped_null, DT_ERR_ARG, { "dt_grouped_linear", "rows is NULL" } },
+    { r_grouped_dims, DT_ERR_SHAPE, { "dt_grouped_linear", "w needs three" } },
+    { r_grouped_none, DT_ERR_SHAPE, { "dt_grouped_linear", "(0,5,4)" } },
+    { r_bag, DT_ERR_SHAPE, { "dt_embedding_bag", "(2,3,4)" } },
+    { r_bag_ids, DT_ERR_SHAPE, { "dt_embedding_bag", "i32 rows" } },
+    { r_bag_scalar, DT_ERR_SHAPE, { "dt_embedding_bag", "i32 rows (..,k)" } },
+    { r_bag_none, DT_ERR_SHAPE, { "dt_embedding_bag", "(2,0)" } },
+    { r_bag_weights, DT_ERR_SHAPE, { "dt_embedding_bag", "each row needs a weight" } },
+    { r_bag_types, DT_ERR_SHAPE, { "dt_embedding_bag", "f64 if x is f64" } },
+    { r_bag_narrow, DT_ERR_SHAPE, { "dt_embedding_bag", "in f32" } },
+    { r_bag_high, DT_ERR_ARG, { "dt_embedding_bag", "row 3 at place 3; the table has 3 rows" } },
+    { r_bag_null, DT_ERR_ARG, { "dt_embedding_bag", "NULL" } },
     { r_topk, DT_ERR_SHAPE, { "dt_topk", "(3,4)" } },
     { r_topk_none, DT_ERR_SHAPE, { "dt_topk", "k must be" } },
     { r_topk_ints, DT_ERR_SHAPE, { "dt_topk", "i32 (3): not for integers" } },
@@ -1922,6 +2019,75 @@ static void no_rows(void) {
     close_good(ctx, &m, "no rows");
 }
 
+/* A weighted sum of rows in every type: the values have few digits, so all types have the same
+   results. x is a tensor or a parameter, whose gradient is f32. Row 4 of x is in no bag. */
+static void bag_types(void) {
+    enum { N = 3, K = 3, R = 5, W = 4 };
+    static const int32_t at[N * K] = { 3, -1, 0, 2, 3, 1, -1, -1, -1 };
+    static const dt_dtype types[] = { DT_F64, DT_F32, DT_BF16, DT_F16 };
+    for (int i = 0; i < 8; i++) {
+        meter m = METER;
+        dt_ctx *ctx = open_ctx(&m);
+        dt_dtype type = types[i / 2], wide = dt__wide(type, 1);
+        double x[R * W], w[N * K], dy[N * W], y[N * W] = { 0 }, dx[R * W] = { 0 },
+                                                    dw[N * K] = { 0 };
+        double raw[R * W], got[R * W];
+        for (int e = 0; e < R * W; e++) x[e] = floor(4 * noise(1, (uint64_t)e)) / 4;
+        for (int e = 0; e < N * K; e++) w[e] = floor(2 * noise(2, (uint64_t)e)) / 2;
+        for (int e = 0; e < N * W; e++) dy[e] = floor(2 * noise(3, (uint64_t)e)) / 2;
+        for (int e = 0; e < N * K * W; e++) {
+            int j = e / W, c = e % W, to = j / K * W + c;
+            if (at[j] < 0) continue;
+            y[to] += w[j] * x[at[j] * W + c];
+            dx[at[j] * W + c] += 2 * w[j] * dy[to];
+            dw[j] += 2 * x[at[j] * W + c] * dy[to];
+        }
+        for (int e = 0; e < R * W; e++) put(raw, type, e, x[e]);
+        dt_tensor *tx = i % 2 ? dt_param_at(ctx, "x", DT_SHAPE(R, W), DT_ZEROS,
+                                    (dt_param_desc){ .dtype = type })
+                              : dt_require_grad(dt_input(ctx, type, DT_SHAPE(R, W), raw));
+        if (i % 2) dt_write(tx, raw);
+        for (int e = 0; e < N * K; e++) put(raw, wide, e, w[e]);
+        dt_tensor *tw = dt_require_grad(dt_input(ctx, wide, DT_SHAPE(N, K), raw)),
+                  *rows = dt_input(ctx, DT_I32, DT_SHAPE(N, K), at);
+        for (int e = 0; e < N * W; e++) put(raw, type, e, dy[e]);
+        dt_tensor *ty = dt_embedding_bag(tx, rows, tw), *again = dt_embedding_bag(tx, rows, tw);
+        dt_tensor *up = dt_input(ctx, type, DT_SHAPE(N, W), raw);
+        CHECK(dt_read(ty, got) == DT_OK);
+        for (int e = 0; e < N * W; e++)
+            CHECK_MSG(get(got, type, e) == y[e], "case %d, y %d: %g", i, e, get(got, type, e));
+        CHECK(dt_backward_at(dt_add(ty, again), up, DT_BACKWARD) == DT_OK);
+        for (int e = 0; e < R * W && tx->grad; e++)
+            CHECK_MSG(get(tx->grad, dt_grad_dtype(tx), e) == dx[e], "case %d, dx %d", i, e);
+        for (int e = 0; e < N * K && tw->grad; e++)
+            CHECK_MSG(get(tw->grad, wide, e) == dw[e], "case %d, dw %d", i, e);
+        close_good(ctx, &m, "a bag");
+    }
+}
+
+/* Ops on rows of an empty table, in every type: the experts of a rank may receive no rows. */
+static void empty_tables(void) {
+    static const dt_dtype types[] = { DT_F64, DT_F32, DT_BF16, DT_F16 };
+    for (int i = 0; i < 4; i++) {
+        meter m = METER;
+        dt_ctx *ctx = open_ctx(&m);
+        int32_t none[6] = { -1, -1, -1, -1, -1, -1 };
+        dt_tensor *x = dt_require_grad(dt_input(ctx, types[i], DT_SHAPE(0, 3), NULL)),
+                  *at = dt_input(ctx, DT_I32, DT_SHAPE(2, 3), none),
+                  *w = dt_require_grad(
+                      dt_cast(dt_input(ctx, DT_I32, DT_SHAPE(2, 3), none), dt__wide(types[i], 1)));
+        dt_tensor *y = dt_add(dt_embedding_bag(x, at, w), dt_sum_over(dt_gather_rows(x, at), 1));
+        dt_tensor *scattered = dt_scatter_rows(dt_gather_rows(x, at), at, 0);
+        CHECK(scattered && dt_count(scattered->shape) == 0);
+        CHECK(dt_backward_at(dt_concat((dt_tensor *[2]){ y, scattered }, 2, 0),
+                  noise_input(ctx, types[i], DT_SHAPE(2, 3), 1, 1), DT_BACKWARD) == DT_OK);
+        for (int e = 0; y && w->grad && e < 6; e++)
+            CHECK(get(y->data, types[i], e) == 0 && get(w->grad, w->dtype, e) == 0);
+        CHECK(x->grad && w->grad);
+        close_good(ctx, &m, "an empty table");
+    }
+}
+
 /* The loss takes scratch memory only for its 3 rows: a chunk of 4,096 rows of 256 logits would take
    8 MB. (With OpenMP each thread has scratch memory for its matrix products.) */
 static void few_rows(void) {
@@ -2015,8 +2181,7 @@ static void chunk_scratch(void) {
         for (int64_t r = 0; r < rows; r++) label[r] = (int32_t)(r % V);
         x = dt_require_grad(noise_input(ctx, DT_F32, DT_SHAPE(rows, C), 3, 1));
         dt_tensor *labels = dt_input(ctx, DT_I32, DT_SHAPE(rows), label);
-        dt_tensor *loss =
-            dt_linear_cross_entropy(x, w, labels, (double)rows, (dt_loss_desc){ 0, 0, 0, NULL });
+        dt_tensor *loss = dt_linear_cross_entropy(x, w, labels, (double)rows, (dt_loss_desc){ 0 });
         dt_tensor *same = dt_cross_entropy(dt_linear(x, w, NULL), labels, (double)rows);
         CHECK(fabs(dt_item(loss) - dt_item(same)) < 1e-6 && dt_backward(loss) == DT_OK);
         free(label);
@@ -2117,6 +2282,8 @@ int main(int argc, char **argv) {
     test_narrow();
     test_refusals();
     no_rows();
+    bag_types();
+    empty_tables();
     few_rows();
     empty_shapes();
     ties();

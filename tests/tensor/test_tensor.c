@@ -397,7 +397,7 @@ static void on_leave(dt_ctx *ctx, const dt_event *e, void *user) {
 }
 
 static void on_ready(dt_ctx *ctx, dt_bucket *bucket, int last, void *user) {
-    CHECK(ctx && bucket->grad && bucket->accumulated);
+    CHECK(ctx && bucket->grad && bucket->micros > 0);
     add_event((events *)user, last ? "R" : "r", bucket->index);
 }
 
@@ -1061,6 +1061,19 @@ static void e_at_type(scene *s) {
     dt_backward_at(
         dt_linear(s->x, s->w, NULL), dt_input(s->ctx, DT_F64, DT_SHAPE(2, 4), NULL), DT_BACKWARD);
 }
+static dt_tensor *leaked;
+static dt_tensor *leaks_inner(dt_tensor *x, void *user) {
+    scene *s = (scene *)user;
+    leaked = dt_linear(x, s->w, NULL);
+    return dt_linear(x, s->w, NULL);
+}
+static void e_at_dropped(scene *s) {
+    dt_tensor *y = dt_block_at(s->ctx, leaks_inner, s->x, s, (dt_block_desc){ .recompute = 1 });
+    dt_backward_at(y, leaked, DT_BACKWARD);
+}
+static void e_at_stranger(scene *s) {
+    dt_backward_at(dt_linear(s->x, s->w, NULL), s->stranger, DT_BACKWARD);
+}
 static void e_at_phase(scene *s) {
     dt_backward_at(
         dt_linear(s->x, s->w, NULL), dt_input(s->ctx, DT_F32, DT_SHAPE(2, 4), NULL), DT_FORWARD);
@@ -1069,23 +1082,30 @@ static void e_at_phase_high(scene *s) { dt_backward_at(a_loss(s), NULL, (dt_phas
 static void e_at_no_scalar(scene *s) {
     dt_backward_at(dt_linear(s->x, s->w, NULL), NULL, DT_BACKWARD);
 }
-static void shard_wrongly(const dt_bucket *bucket, size_t *pad, int *parts, int *part, void *user) {
-    (void)bucket;
-    *pad = 6;
-    *parts = *(int *)user / 10;
-    *part = *(int *)user % 10;
+/* The bucket has 8 elements. */
+static void shard_short(dt_bucket *bucket, void *user) {
+    (void)user;
+    bucket->padded = 6;
 }
-static void e_cut_uneven(scene *s) {
-    int wrong = 40;
-    dt_buckets_make(s->ctx, (dt_buckets_desc){ .shard = shard_wrongly, .user = &wrong });
+static void shard_outside(dt_bucket *bucket, void *user) {
+    (void)user;
+    bucket->shard_offset = bucket->padded;
 }
-static void e_cut_outside(scene *s) {
-    int wrong = 33;
-    dt_buckets_make(s->ctx, (dt_buckets_desc){ .shard = shard_wrongly, .user = &wrong });
+static void shard_grads_outside(dt_bucket *bucket, void *user) {
+    (void)user;
+    bucket->grad_offset = SIZE_MAX;
 }
-static void e_cut_none(scene *s) {
-    int wrong = 0;
-    dt_buckets_make(s->ctx, (dt_buckets_desc){ .shard = shard_wrongly, .user = &wrong });
+static void e_shard_short(scene *s) {
+    dt_buckets_make(s->ctx, (dt_buckets_desc){ .shard = shard_short });
+}
+static void e_shard_outside(scene *s) {
+    dt_buckets_make(s->ctx, (dt_buckets_desc){ .shard = shard_outside });
+}
+static void e_shard_grads_outside(scene *s) {
+    dt_buckets_make(s->ctx, (dt_buckets_desc){ .shard = shard_grads_outside });
+}
+static void e_struct_small(scene *s) {
+    dt_buckets_make(s->ctx, (dt_buckets_desc){ .struct_bytes = sizeof(dt_bucket) - 1 });
 }
 static void e_late_grad(scene *s) {
     dt_no_grad(s->ctx, 1);
@@ -1246,12 +1266,15 @@ static const error_row error_rows[] = {
     { e_param_other_stage, DT_ERR_ARG, { "the_w", "belongs to stage 0", "stage 2" } },
     { e_at_shape, DT_ERR_SHAPE, { "dt_backward_at(dt_linear)", "(2,4)", "(2,3)" } },
     { e_at_type, DT_ERR_SHAPE, { "dt_backward_at(dt_linear)", "f32", "f64" } },
+    { e_at_dropped, DT_ERR_ARG, { "dt_backward(dt_linear)", "recomputed dt_block", "gone" } },
+    { e_at_stranger, DT_ERR_ARG, { "dt_backward_at(dt_linear)", "another context", NULL } },
     { e_at_phase, DT_ERR_ARG, { "dt_backward_at(dt_linear)", "phase 1", NULL } },
     { e_at_phase_high, DT_ERR_ARG, { "dt_backward_at(dt_mse)", "phase 5", NULL } },
     { e_at_no_scalar, DT_ERR_SHAPE, { "dt_linear", "(2,4)", "no scalar" } },
-    { e_cut_uneven, DT_ERR_ARG, { "dt_buckets_make", "shard 0 of 4", "6 elements" } },
-    { e_cut_outside, DT_ERR_ARG, { "dt_buckets_make", "shard 3 of 3", NULL } },
-    { e_cut_none, DT_ERR_ARG, { "dt_buckets_make", "shard 0 of 0", NULL } },
+    { e_shard_short, DT_ERR_ARG, { "dt_buckets_make", "bucket 0 of", "padded to 6" } },
+    { e_shard_outside, DT_ERR_ARG, { "dt_buckets_make", "cannot keep", NULL } },
+    { e_shard_grads_outside, DT_ERR_ARG, { "dt_buckets_make", "cannot keep", "gradients" } },
+    { e_struct_small, DT_ERR_ARG, { "dt_buckets_make", "struct_bytes", NULL } },
     { e_late_grad, DT_ERR_ARG, { "dt_require_grad(dt_input)", "used it already", NULL } },
     { e_init_below, DT_ERR_ARG, { "dt_param(the_init)", "scale -0.5", NULL } },
     { e_init_nan, DT_ERR_ARG, { "dt_param(the_init)", "scale nan", NULL } },
@@ -2421,9 +2444,73 @@ static void ng_transient_dropped(void) {
     dt_tensor *kept = NULL, *x = noise_input(ctx, DT_F32, DT_SHAPE(4, 6), 2, 1);
     CHECK(dt_block(ctx, ng_transient, x, &kept) && kept && !kept->data);
     CHECK(dt_gelu(kept) == NULL && dt_error(ctx) == DT_ERR_ARG);
-    CHECK_MSG(strstr(dt_error_text(ctx), "gathered only inside its dt_block") != NULL, "%s",
-        dt_error_text(ctx));
+    CHECK_MSG(
+        strstr(dt_error_text(ctx), "use it inside the block") != NULL, "%s", dt_error_text(ctx));
     close_ctx(ctx, &m, "a transient tensor");
+}
+
+/* Transient tensors of more rows in each step take the memory of the largest, not of all sizes. */
+static void growing_transients(void) {
+    meter m = METER;
+    dt_ctx *ctx = open_ctx(&m);
+    for (int64_t rows = 1; rows <= 30; rows++) {
+        dt_tensor *kept = NULL, *x = noise_input(ctx, DT_F32, DT_SHAPE(rows, 16), 2, 1);
+        dt_block(ctx, ng_transient, x, &kept);
+        size_t bytes = (size_t)rows * 16 * sizeof(float);
+        CHECK_MSG(dt_memory_used(ctx).live[DT_MEM_COMM] == bytes, "%zu bytes for %lld rows",
+            dt_memory_used(ctx).live[DT_MEM_COMM], (long long)rows);
+        dt_reset(ctx);
+    }
+    close_ctx(ctx, &m, "growing transient tensors");
+}
+
+typedef struct tg_graph {
+    dt_tensor *w, *rows, *made[3];
+} tg_graph;
+
+static dt_tensor *tg_block(dt_tensor *x, void *user) {
+    tg_graph *g = (tg_graph *)user;
+    dt_linear_desc plain = { 0, NULL };
+    g->made[0] = dt__linear(x, g->w, NULL, plain, NULL, DT__LINEAR_TRANSIENT);
+    g->made[1] = dt__lookup_rows("dt_gather_rows", g->made[0], g->rows, 1, 1);
+    g->made[2] = dt_require_grad(dt__lookup_rows("dt_gather_rows", x, g->rows, 1, 1));
+    return dt_add(dt_scatter_rows(g->made[1], g->rows, 4), dt_scatter_rows(g->made[2], g->rows, 4));
+}
+
+/* The gradient of a transient tensor is dropped after the backward of its op, and one buffer serves
+   all. A weight's op reads it in the second half of a split backward; dt_require_grad keeps it. */
+static void transient_gradients(void) {
+    static const int32_t at[4] = { 2, 0, 3, 1 };
+    double seen[2][24];
+    for (int split = 0; split < 2; split++) {
+        meter m = METER;
+        dt_ctx *ctx = open_ctx(&m);
+        tg_graph g = { .w = dt_param_at(ctx, "w", DT_SHAPE(6, 6), DT_NORMAL(1),
+                           (dt_param_desc){ .dtype = DT_F64 }) };
+        g.rows = dt_input(ctx, DT_I32, DT_SHAPE(4), at);
+        dt_tensor *x = dt_require_grad(noise_input(ctx, DT_F64, DT_SHAPE(4, 6), 2, 1));
+        dt_tensor *loss = weigh(dt_block(ctx, tg_block, x, &g), NULL);
+        size_t one = dt__bytes(x), three = dt_memory_used(ctx).live[DT_MEM_COMM];
+        CHECK(three == 3 * one && !g.made[0]->data && !g.made[1]->data && !g.made[2]->data);
+        if (split) {
+            CHECK(dt_backward_input(loss) == DT_OK && g.made[0]->grad && !g.made[1]->grad);
+            CHECK(dt_backward_weight(loss) == DT_OK);
+        } else {
+            CHECK(dt_backward(loss) == DT_OK);
+        }
+        CHECK(!g.made[0]->grad && !g.made[1]->grad && g.made[2]->grad);
+        CHECK(dt_memory_used(ctx).live[DT_MEM_COMM] == three);
+        int busy = 0;
+        for (int i = 0; i < ctx->n_buffers; i++) busy += ctx->buffers[i].busy;
+        CHECK_MSG(busy == 0, "%d buffers are in use", busy);
+        for (int i = 0; i < 24; i++) {
+            double grad = ((double *)x->grad)[i];
+            seen[split][i] = grad;
+            CHECK(grad != 0 && fabs(((double *)g.made[2]->grad)[i]) < 10);
+        }
+        close_good(ctx, &m, "transient gradients");
+    }
+    CHECK(memcmp(seen[0], seen[1], sizeof seen[0]) == 0);
 }
 
 /* A frozen backbone under dt_no_grad and a recorded head: later blocks under dt_no_grad do not drop
@@ -2499,6 +2586,8 @@ static void test_recompute(void) {
     rc_freed_tensor();
     ng_dropped();
     ng_transient_dropped();
+    growing_transients();
+    transient_gradients();
     ng_features();
     rc_no_input();
 }
@@ -2690,13 +2779,22 @@ static void backward_without_grad(void) {
     close_good(ctx, &m, "backward without gradients");
 }
 
-static void shard_each(const dt_bucket *bucket, size_t *pad, int *parts, int *part, void *user) {
-    CHECK(*pad == 4 && *parts == 1 && *part == 0 && bucket->count == (bucket->index ? 5u : 9u));
-    (*(int *)user)++;
+typedef struct own_bucket {
+    dt_bucket bucket;
+    int asked;
+} own_bucket;
+
+static void shard_each(dt_bucket *bucket, void *user) {
+    own_bucket *own = (own_bucket *)bucket;
+    int n = bucket->index ? 3 : 2, k = bucket->index ? 2 : 0;
+    CHECK(bucket->padded == (bucket->index ? 8u : 12u) && bucket->shard_offset == 0 &&
+          bucket->shard_count == bucket->padded && bucket->grad_count == bucket->padded &&
+          bucket->count == (bucket->index ? 5u : 9u) && own->asked == 0);
+    own->asked = ++*(int *)user;
     if (bucket->index == 2) return;
-    *pad = bucket->index ? 12 : 8;
-    *parts = bucket->index ? 3 : 2;
-    *part = bucket->index ? 2 : 0;
+    bucket->padded = bucket->index ? 12 : 16;
+    bucket->shard_count = bucket->padded / (size_t)n;
+    bucket->shard_offset = (size_t)k * bucket->shard_count;
 }
 
 /* Every bucket is sharded in its own way: 9 elements padded to 16, shard 0 of 2; 5 padded to 12,
@@ -2711,12 +2809,14 @@ static void shards_of_buckets(void) {
         dt_stage(ctx, i);
         dt_param(ctx, name, DT_SHAPE(i ? 5 : 9), DT_ONES);
     }
-    CHECK(dt_buckets_make(
-              ctx, (dt_buckets_desc){ .pad = 4, .shard = shard_each, .user = &asked }) == DT_OK &&
-          asked == 3);
+    dt_buckets_desc desc = {
+        .pad = 4, .shard = shard_each, .user = &asked, .struct_bytes = sizeof(own_bucket)
+    };
+    CHECK(dt_buckets_make(ctx, desc) == DT_OK && asked == 3);
     for (int u = 0; u < 3; u++) {
         const dt_bucket *bucket = dt_bucket_get(ctx, u);
         if (!CHECK(bucket && bucket->shard)) continue;
+        CHECK(((const own_bucket *)bucket)->asked == u + 1);
         CHECK_MSG(bucket->padded == want[u][0] && bucket->shard_offset == want[u][1] &&
                       bucket->shard_count == want[u][2],
             "bucket %d: %zu elements of %zu from %zu", u, bucket->shard_count, bucket->padded,

@@ -221,7 +221,7 @@ static size_t memory_of(const dt_zero *zero, char *out) {
     size_t n = 0;
     for (int u = 0; u < zero->n_buckets; u++) {
         const dt__zero_bucket *z = &zero->buckets[u];
-        void *array[3] = { z->bucket->shard, z->state[0], z->state[1] };
+        void *array[3] = { z->bucket.shard, z->state[0], z->state[1] };
         for (int k = 0; k < 3; k++, n += z->count * sizeof(float))
             if (out) memcpy(out + n, array[k], z->count * sizeof(float));
     }

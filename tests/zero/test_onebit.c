@@ -175,7 +175,7 @@ static void expect_bytes(dt_ctx *ctx, const job *j, left *l) {
 static void count_strays(dt_ctx *ctx, const job *j, const dt_zero *zero, left *l) {
     for (int u = 0; u < zero->n_buckets; u++) {
         const dt__zero_bucket *z = &zero->buckets[u];
-        const dt_bucket *unit = z->bucket;
+        const dt_bucket *unit = &z->bucket;
         size_t run = unit->padded / (size_t)j->dp,
                first = (size_t)dt_comm_rank(z->data_group) * run;
         /* the arrays are NULL if their allocation was refused */
@@ -203,8 +203,8 @@ static void store_results(dt_ctx *ctx, const job *j, dt_zero *zero, left *l) {
     char *host = (char *)malloc(ELEMENTS * 8);
     for (int u = 0; u < zero->n_buckets; u++) {
         const dt__zero_bucket *z = &zero->buckets[u];
-        size_t bytes = z->bucket->padded * dt_dtype_size(z->bucket->grad_dtype);
-        for (int e = 0; e < 2 && !z->bucket->frozen; e++)
+        size_t bytes = z->bucket.padded * dt_dtype_size(z->bucket.grad_dtype);
+        for (int e = 0; e < 2 && !z->bucket.frozen; e++)
             l->errors = dt__digest(l->errors, z->errors[e], e ? bytes / (size_t)j->dp : bytes);
     }
     for (int i = 0; host && i < j->params; i++) {
@@ -212,7 +212,7 @@ static void store_results(dt_ctx *ctx, const job *j, dt_zero *zero, left *l) {
         size_t n = l->local[i] = t->param->count, size = dt_dtype_size(dt_grad_dtype(t));
         for (size_t k = 0; k < n; k++) l->x[0][i][k] = dt__number(t->dtype, t->data, k);
         const dt__zero_bucket *z = &zero->buckets[t->param->bucket->index];
-        for (int s = 0; s < 2 && !z->bucket->frozen; s++) {
+        for (int s = 0; s < 2 && !z->bucket.frozen; s++) {
             /* after a failure: read the memory directly */
             if (dt_error(ctx) != DT_OK || dt_zero_state(zero, s, t, host) != DT_OK)
                 memcpy(host, (char *)z->state[s] + t->param->offset * size, n * size);

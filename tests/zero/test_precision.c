@@ -117,8 +117,8 @@ static size_t keep(const dt_zero *zero, unsigned char *to) {
     for (int u = 0; u < zero->n_buckets; u++) {
         const dt__zero_bucket *z = &zero->buckets[u];
         size_t wide = z->count * dt__zero_element_size(z),
-               narrow = z->bucket->shard_count * dt_dtype_size(z->bucket->dtype);
-        const void *from[4] = { z->bucket->shard, z->master, z->state[0], z->state[1] };
+               narrow = z->bucket.shard_count * dt_dtype_size(z->bucket.dtype);
+        const void *from[4] = { z->bucket.shard, z->master, z->state[0], z->state[1] };
         for (int i = 0; i < 4; i++) {
             size_t bytes = i ? wide : narrow;
             if (!from[i] || !CHECK_MSG(at + bytes <= ROOM, "%zu bytes", at + bytes)) continue;

@@ -1145,8 +1145,14 @@ static dt_status memory_main(dt_ctx *ctx, void *user) {
     }
     dt_zero_free(zero);
     CHECK(spy_bytes[DT_MEM_OPTIM] == 0 && dt_memory_used(ctx).live[DT_MEM_OPTIM] == 0);
+    CHECK(spy_bytes[DT_MEM_GRADS] == 0);
     CHECK(spy_bytes[DT_MEM_PARAMS] == E / kept); /* parameters stay */
     dt_reset(ctx);
+    /* without ZeRO a rank accumulates whole gradients */
+    for (int j = 0; j < 2 && stage < 3; j++) {
+        CHECK(dt_backward(pull(ctx, w, &mesh, 1, j)) == DT_OK);
+        dt_reset(ctx);
+    }
     return dt_error(ctx);
 }
 
@@ -1430,6 +1436,7 @@ enum {
     BAD_USED,
     BAD_NO_BACKWARD,
     BAD_HALF_BACKWARD,
+    BAD_CLEARED,
     BAD_SECOND_BACKWARD,
     BAD_SECOND_STEP,
     BAD_STATE,
@@ -1465,6 +1472,7 @@ static const bad_use bad_uses[] = {
     { BAD_USED, DT_ERR_ARG, { "storage already", "" } },
     { BAD_NO_BACKWARD, DT_ERR_ARG, { "step 1", "dt_backward" } },
     { BAD_HALF_BACKWARD, DT_ERR_ARG, { "step 1", "last" } },
+    { BAD_CLEARED, DT_ERR_ARG, { "step 1", "no complete gradient" } },
     { BAD_SECOND_BACKWARD, DT_ERR_ARG, { "last", "dt_micro" } },
     { BAD_SECOND_STEP, DT_ERR_ARG, { "step 2", "dt_backward" } },
     { BAD_STATE, DT_ERR_ARG, { "state 2", "" } },
@@ -1503,6 +1511,10 @@ static void bad_after(dt_ctx *ctx, int kind, world_run *w, dt_mesh *mesh, dt_zer
     if (kind == BAD_HALF_BACKWARD) {
         dt_micro(ctx, 0, 2);
         dt_backward(pull(ctx, w, mesh, 1, 0));
+    }
+    if (kind == BAD_CLEARED) {
+        dt_backward(pull(ctx, w, mesh, 1, 0));
+        dt_clear_grads(ctx);
     }
     if (kind == BAD_SECOND_BACKWARD) /* a second micro-batch without dt_micro */
         for (int j = 0; j < 2; j++) {
@@ -1586,6 +1598,9 @@ enum {
     UNLIKE_DECAY,
     UNLIKE_LR,
     UNLIKE_OPTIMIZER,
+    UNLIKE_SCALE,
+    UNLIKE_GATHERED,
+    UNLIKE_OVERLAP,
     UNLIKE_CUT,
     UNLIKE_VALUE,
     UNLIKE_LAST,
@@ -1601,8 +1616,8 @@ static const char *const unlike_words[UNLIKE_KINDS][2] = { { "has b f32 (3)", "h
     { "has a f64", "has a f32" }, { "normal 0.5 ", "normal 0.1 " },
     { "has extra f32 (5)", "has nothing" }, { "has nothing", "has b f32" },
     { "in bucket 1", "in bucket 0" }, { "frozen", "" }, { "no_decay", "" }, { "lr_scale 2", "" },
-    { "betas 0.8", "betas 0.9" }, { "shard 1:", "shard 0:" }, { "other values of a", "" },
-    { "other values of b", "" } };
+    { "betas 0.8", "betas 0.9" }, { "others #", "" }, { "others #", "" }, { "others #", "" },
+    { "shard 1:", "shard 0:" }, { "other values of a", "" }, { "other values of b", "" } };
 
 static dt_status unlike_main(dt_ctx *ctx, void *user) {
     const unlike_run *u = (const unlike_run *)user;
@@ -1620,9 +1635,12 @@ static dt_status unlike_main(dt_ctx *ctx, void *user) {
     if (k == UNLIKE_SCOPE) dt_scope(ctx, NULL);
     if (k != UNLIKE_ORDER && k != UNLIKE_MISSING) dt_param(ctx, "b", DT_SHAPE(3), DT_ZEROS);
     if (k == UNLIKE_EXTRA) dt_param(ctx, "extra", DT_SHAPE(5), DT_ZEROS);
-    dt_zero *zero = dt_zero_make(
-        ctx, (dt_zero_desc){
-                 .stage = u->stage, .mesh = &mesh, .beta1 = k == UNLIKE_OPTIMIZER ? 0.8 : 0 });
+    dt_zero *zero = dt_zero_make(ctx, (dt_zero_desc){ .stage = u->stage,
+                                          .mesh = &mesh,
+                                          .beta1 = k == UNLIKE_OPTIMIZER ? 0.8 : 0,
+                                          .scale = { .growth = k == UNLIKE_SCALE ? 4 : 0 },
+                                          .keep_gathered = k == UNLIKE_GATHERED,
+                                          .no_overlap = k == UNLIKE_OVERLAP });
     dt_tensor *changed = dt_param_get(ctx, k == UNLIKE_LAST);
     CHECK_MSG((zero != NULL) == (u->kind >= UNLIKE_VALUE), "unlike %d: dt_zero_make", u->kind);
     if (!zero) return dt_error(ctx);
