@@ -2456,7 +2456,8 @@ static void growing_transients(void) {
     for (int64_t rows = 1; rows <= 30; rows++) {
         dt_tensor *kept = NULL, *x = noise_input(ctx, DT_F32, DT_SHAPE(rows, 16), 2, 1);
         dt_block(ctx, ng_transient, x, &kept);
-        size_t bytes = (size_t)rows * 16 * sizeof(float);
+        /* with AddressSanitizer the pool keeps no free buffer */
+        size_t bytes = DT__ASAN ? 0 : (size_t)rows * 16 * sizeof(float);
         CHECK_MSG(dt_memory_used(ctx).live[DT_MEM_COMM] == bytes, "%zu bytes for %lld rows",
             dt_memory_used(ctx).live[DT_MEM_COMM], (long long)rows);
         dt_reset(ctx);
@@ -2491,7 +2492,8 @@ static void transient_gradients(void) {
         dt_tensor *x = dt_require_grad(noise_input(ctx, DT_F64, DT_SHAPE(4, 6), 2, 1));
         dt_tensor *loss = weigh(dt_block(ctx, tg_block, x, &g), NULL);
         size_t one = dt__bytes(x), three = dt_memory_used(ctx).live[DT_MEM_COMM];
-        CHECK(three == 3 * one && !g.made[0]->data && !g.made[1]->data && !g.made[2]->data);
+        CHECK(three == (DT__ASAN ? 0 : 3 * one) && !g.made[0]->data && !g.made[1]->data &&
+              !g.made[2]->data);
         if (split) {
             CHECK(dt_backward_input(loss) == DT_OK && g.made[0]->grad && !g.made[1]->grad);
             CHECK(dt_backward_weight(loss) == DT_OK);
