@@ -9420,9 +9420,10 @@ DT__FN inline __attribute__((always_inline)) void DT__K(epilogue_rows)(const dt_
     }
 }
 
-/* Runs the epilogue for the tile at row i0, column j0 of one matrix of the batch. Does nothing if
-   the tile lies in C itself and no fusion is set. A C of 16-bit elements never holds a tile, but an
-   address computed as if it did may be the address of the tile. */
+/* Runs the epilogue for the tile at row i0, column j0 of one matrix of the batch. Does nothing
+   if the tile lies in C itself and no fusion is set. A tile never lies in a C of 16-bit elements,
+   whose addresses must not be compared: in elements of the compute type they reach past C, to the
+   scratch memory. */
 DT__FN void DT__K(matmul_epilogue)(const dt_matmul_args *a, int64_t batch, int64_t i0, int64_t j0,
     int64_t rows, int64_t cols, DT__REAL *tile, int64_t ld) {
     int64_t at = batch * a->stride_c + i0 * a->ldc + j0;

@@ -2874,7 +2874,8 @@ static dt_status dt__grads_write_end(dt_zero *zero) {
 
 /* ---- the offloaded update ---- */
 
-/* Sets s to the chunk after `before`, or to the first chunk; returns 0 if there is none. */
+/* Sets *s to the chunk after `before`, or to the first chunk if `before` is NULL. Returns 1; 0
+   after the last chunk. */
 static int dt__chunk_next(
     const dt_zero *zero, dt__offload_chunk *s, const dt__offload_chunk *before) {
     if (zero->n_buckets == 0) return 0; /* a pipeline stage without parameters */

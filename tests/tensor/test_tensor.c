@@ -2478,6 +2478,30 @@ static dt_tensor *tg_block(dt_tensor *x, void *user) {
     return dt_add(dt_scatter_rows(g->made[1], g->rows, 4), dt_scatter_rows(g->made[2], g->rows, 4));
 }
 
+/* The residual may not take over the gradient of a transient output: its buffer is released, and the
+   next transient gradients, those of the gathered rows, get it. */
+static void transient_gradient_stays(void) {
+    static const int32_t at[4] = { 2, 0, 3, 1 };
+    double seen[2][24];
+    for (int transient = 0; transient < 2; transient++) {
+        meter m = METER;
+        dt_ctx *ctx = open_ctx(&m);
+        dt_tensor *w =
+            dt_param_at(ctx, "w", DT_SHAPE(6, 6), DT_NORMAL(1), (dt_param_desc){ .dtype = DT_F64 });
+        dt_tensor *rows = dt_input(ctx, DT_I32, DT_SHAPE(4), at);
+        dt_tensor *x = dt_require_grad(noise_input(ctx, DT_F64, DT_SHAPE(4, 6), 2, 1));
+        dt_linear_desc desc = { .residual = dt_gelu(x) };
+        dt_tensor *gathered = dt__lookup_rows("dt_gather_rows", x, rows, 1, transient);
+        gathered = dt__lookup_rows("dt_gather_rows", gathered, rows, 1, transient);
+        dt_tensor *sum = dt__linear(dt_scatter_rows(gathered, rows, 4), w, NULL, desc, NULL,
+            transient ? DT__LINEAR_TRANSIENT : 0);
+        CHECK(dt_backward(weigh(dt_scatter_rows(sum, rows, 4), NULL)) == DT_OK && x->grad);
+        memcpy(seen[transient], x->grad, sizeof seen[transient]);
+        close_good(ctx, &m, "residual of a transient output");
+    }
+    CHECK(memcmp(seen[0], seen[1], sizeof seen[0]) == 0);
+}
+
 /* The gradient of a transient tensor is dropped after the backward of its op, and one buffer serves
    all. A weight's op reads it in the second half of a split backward; dt_require_grad keeps it. */
 static void transient_gradients(void) {
@@ -2590,6 +2614,7 @@ static void test_recompute(void) {
     ng_transient_dropped();
     growing_transients();
     transient_gradients();
+    transient_gradient_stays();
     ng_features();
     rc_no_input();
 }
