@@ -8,8 +8,8 @@
 #   make bench    runs every benchmark beside its peers (OpenBLAS, PyTorch, Open MPI), where they are installed
 #   make asan     runs the test programs and train_gpt under the address, leak and undefined-behaviour sanitizers;
 #                 ubsan and tsan likewise; T=sanitized: only train_gpt, demo and the ladder
-#   make faults   runs the full fault campaigns: killed, stopped, deadlocked and late ranks, networks, disks, power
-#                 (about 20 minutes)
+#   make faults   runs the full fault campaigns: killed, stopped, deadlocked and late ranks, networks, disks, power,
+#                 and the memory promises (about 25 minutes)
 #   make fuzz SECONDS=60   runs every fuzz target for that long; needs clang with libFuzzer
 #   make CUDA=1   links dt_kernels.cu, compiled by nvcc; NCCL=1: one GPU for each rank; ARCH=90a: for that GPU only
 #   make MPI=1    builds with mpicc for ranks that mpirun starts (MPICC=mpicc.mpich: another compiler)
@@ -77,6 +77,13 @@ OBJECTS     = $(B)/implementation.o $(B)/kernels.o $(KERNELS)
 WHOLE       = $(B)/test_kernels $(B)/test_cuda_shim $(B)/test_fake_cuda $(B)/test_fake_kernels
 SHARING     = $(if $(filter no,$(SHARE)),,$(filter-out $(WHOLE),$(TESTS)))
 $(SHARING) $(B)/net_rank $(B)/packets $(B)/power: $(B)/tests_kernels.o
+# These take longer to compile than to run, so they are not optimised, unless TFLAGS are given.
+QUICK = $(patsubst %,$(B)/test_%,attack checkpoint_faults checkpoint_kills comm_procs faults file_safety files fuzz io_thread \
+          launch_env many_ranks memory misuse models moe nan onebit overlap parallel placements precision rendezvous replicas \
+          schedule trace)
+ifeq ($(origin TFLAGS),file)
+$(QUICK): private TFLAGS := $(patsubst -O1,-O0,$(TFLAGS))
+endif
 $(B)/test_fake_cuda: OWN = -isystem $(CUDA_HOME)/include
 $(B)/test_fake_kernels: OWN = -isystem $(CUDA_HOME)/include $(B)/fake_cuda.o
 $(B)/test_fake_kernels: $(B)/fake_cuda.o
@@ -116,14 +123,15 @@ FUZZERS  = $(patsubst tests/fuzz/%.c,$(B)/fuzz/%,$(wildcard tests/fuzz/fuzz_*.c)
 fuzz: $(FUZZERS)
 	@for t in $(FUZZERS); do \
 	    n=$${t##*/fuzz_}; mkdir -p $(B)/fuzz/found_$$n; echo "$$n: $(SECONDS) s"; \
-	    case $$n in rendezvous|manifest) len=1200 ;; *) len=512 ;; esac; \
+	    case $$n in rendezvous|packets|manifest) len=1200 ;; *) len=512 ;; esac; \
 	    $$t -max_total_time=$(SECONDS) -max_len=$$len -timeout=10 -rss_limit_mb=2048 -print_final_stats=1 \
 	        -artifact_prefix=$(B)/fuzz/$$n- $(B)/fuzz/found_$$n tests/fuzz/corpus/$$n >$(B)/fuzz/$$n.log 2>&1 || \
 	        { tail -n 30 $(B)/fuzz/$$n.log; exit 1; }; \
 	    grep -E 'number_of_executed_units|DONE' $(B)/fuzz/$$n.log; done
 
 # The full campaigns. B=build-asan runs the programs of that folder.
-faults: $(B)/test_faults $(B)/test_mismatch $(B)/test_checkpoint_faults $(B)/test_checkpoint_kills $(B)/train_gpt
+faults: $(B)/test_faults $(B)/test_mismatch $(B)/test_attack $(B)/test_fuzz $(B)/test_checkpoint_faults \
+        $(B)/test_checkpoint_kills $(B)/test_memory $(B)/train_gpt
 	@B=$(B) tests/faults/run.sh
 
 clean:

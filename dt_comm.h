@@ -36,6 +36,9 @@
 
    OPTIONS (define before including)
        DT_IMPLEMENTATION   adds the code to the declarations; define it in exactly one file
+       DT_NO_KERNELS       for a program that only communicates: leaves out the CPU kernels of
+                           dt_tensor.h that this header does not need. The program compiles faster
+                           and is smaller. Define it together with DT_IMPLEMENTATION.
        DT_USE_MPI          adds the MPI backend, which needs mpi.h of MPI 3.1 or later
        DT_STATIC           makes everything static; define it in every file that includes dt_comm.h,
                            together with DT_IMPLEMENTATION
@@ -79,21 +82,25 @@
 
    CONTRACT
      Memory     dt_run allocates one shared memory segment for all ranks: 34 KiB for each ordered
-                pair of ranks and, for the groups that dt_comm_split may make, 2.2 MiB for each rank
+                pair of ranks and, for the groups of DT_SHARED_SPLITS splits, 2.2 MiB for each rank
                 (34 KiB for each rank of each group). Most of its pages stay
                 untouched until messages use them. A message that has no receive yet waits in the
-                receiver's memory: at most 11 messages of up to DT_EAGER_BYTES from each other rank;
-                a larger message waits at its sender, but takes about 4 KiB at the receiver until a
-                receive matches it. Groups belong to the context's world and are
-                freed with the world. dt accesses the buffers of a call only until the call returns,
-                or for a nonblocking operation until its dt_wait returns. After that no other rank
-                touches the buffers, even after an error. A forked rank's memory of the classes
-                params, grads, acts and comm (dt_alloc) lies in the segment too; the rank's other
-                memory is copied through the segment in windows of DT_WINDOW_BYTES. MPI ranks have
-                one segment for each machine, if the machine's system allows shared memory. Ranks
-                that are threads on several GPUs access each other's memory directly. If one of the
-                GPUs cannot access another one (peer access), dt_run fails with DT_ERR_DEVICE; use
-                backend nccl in this case.
+                receiver's memory: at most 11 messages of up to DT_EAGER_BYTES from each other rank.
+                A larger message waits at its sender, and takes about 250 bytes at the receiver
+                until a receive matches it. The receiver knows at most 65,536 of these from each
+                other rank, and learns of further ones when it has received some. A rank that sends
+                a message of another length than was posted, or more than these limits allow, is
+                named in the error. Groups belong to the context's world and are
+                freed with the world. A group takes about 0.5 KiB and 28 bytes for each of its ranks
+                in the memory of each rank: 10,000 groups of 8 ranks take 7 MiB. dt accesses the
+                buffers of a call only until the call returns, or for a nonblocking operation until
+                its dt_wait returns. After that no other rank touches the buffers, even after an
+                error. A forked rank's memory (dt_alloc) lies in the segment too, except that of the
+                classes host and optim, which is copied through the segment in windows of
+                DT_WINDOW_BYTES. MPI ranks have one segment for each machine, if the machine's
+                system allows shared memory. Ranks that are threads on several GPUs access each
+                other's memory directly. If one of the GPUs cannot access another one (peer access),
+                dt_run fails with DT_ERR_DEVICE; use backend nccl in this case.
      Errors     If a collective cannot be done, its context fails (dt_error, dt_error_text) and the
                 call returns the error's status. The failure of one context, also by dt_fail in a
                 tensor operation or in your code or by a refused allocation, makes all ranks fail:
@@ -101,7 +108,8 @@
                 their error text names the rank that failed first and its reason. If ranks call
                 different operations, or the same operation with different counts, types, reductions
                 or roots, every rank gets an error that names two differing calls and their call
-                sites, once all ranks have called (for tcp, nccl and mpi see dt_run_desc.check). If
+                sites, once all ranks have called (for tcp, nccl, mpi and groups without shared
+                memory see dt_run_desc.check). If
                 all ranks wait and no message is in flight, every rank gets an error that names the
                 cycle of waits, without waiting for the timeout. The error text names a rank that
                 has ended or died, and the signal that killed it. For a rank that does not arrive
@@ -207,27 +215,32 @@ typedef struct dt_run_desc {
        have connected, such as "10.0.0.1:29500" or "node17:29500". NULL means "127.0.0.1:29500". A
        name is resolved to an IPv4 address; timeout_s does not limit the time that the system's
        resolver takes. Each other rank listens at a free port of the interface through which it
-       reaches rank 0. If the address is not a loopback address (127.0.0.0/8), every rank must prove
-       that it knows the job's token. Nothing is encrypted. */
+       reaches rank 0. Before two ranks read anything else from each other, each proves to the other
+       that it belongs to the job. At a loopback address (127.0.0.0/8) it then suffices that the
+       ranks are processes of one user; at any other address every rank needs the job's token. After
+       that nothing is encrypted or signed, which rank 0 says in a notice if other machines can
+       reach the address. */
     const char *rendezvous;
     /* Limit on the live bytes of one rank, summed over all classes of dt_memory; 0: no limit. */
     size_t mem_limit;
     /* For tcp, nccl and mpi: the job's secret, at least 16 bytes. Ranks prove to each other that
        they know it. If `token` is NULL, the secret is the contents of the file that the environment
        variable DT_TOKEN_FILE names (only its owner may have permissions for it), else the value of
-       DT_TOKEN. On the loopback no token is needed. For mpi all ranks use rank 0's token, and rank
-       0 makes one if it has none. When the rendezvous is complete, dt erases its copy of the token
-       and all keys derived from it. `token` and DT_TOKEN themselves stay in memory, so prefer the
-       file. */
+       DT_TOKEN, which a launcher can set. Without a token rank 0 makes a random secret. For mpi all
+       ranks use rank 0's, which MPI carries. For tcp and nccl, at a loopback address only, rank 0
+       gives its random secret to processes of its own user, whom the kernel names (SO_PEERCRED of a
+       Unix socket). When the rendezvous is complete, dt erases its copy of the token and all keys
+       derived from it. `token` and DT_TOKEN themselves stay in memory, so prefer the file. */
     const char *token;
     int read_fault_env; /* 1: read faults from DT_FAULT in the environment, if `fault` is NULL */
     const char *fault;  /* faults to inject, written as described below; NULL: none here */
-    /* For tcp, nccl and mpi: whether the ranks compare their calls before each collective, so that
-       no rank completes a collective that another rank calls differently. 1 means always, -1 never,
-       and 0 in the first 100 steps (dt_comm_step; at most the first 10,000 collectives of a group),
-       or always if DT_CHECK=1 is in the environment. Without it a rank that receives a message of a
-       different call, or a message that its own call has no use for, still reports both calls; but
-       other ranks may have completed the collective by then. */
+    /* For tcp, nccl and mpi, and for groups without a place in shared memory (DT_SHARED_SPLITS):
+       whether the ranks compare their calls before each collective, so that no rank completes a
+       collective that another rank calls differently. 1 means always, -1 never, and 0 in the first
+       100 steps (dt_comm_step; at most the first 10,000 collectives of a group), or always if
+       DT_CHECK=1 is in the environment. Without it a rank that receives a message of a different
+       call, or a message that its own call has no use for, still reports both calls; but other
+       ranks may have completed the collective by then. */
     int check;
     /* A flag that a signal handler or another thread sets to 1 to ask for the ranks' status; may be
        NULL. dt then logs the table of dt_ranks_text as a notice and sets the flag to 0 again. For
@@ -350,9 +363,12 @@ typedef enum dt_axis {
     DT_AXES
 } dt_axis;
 
-/* Largest number of dt_comm_split calls on the world in one run. On a smaller group more calls are
-   possible: a call on half of the world's ranks, for example, counts as half a call. */
-#define DT_MAX_SPLITS 64
+/* Number of dt_comm_split calls on the world whose groups get places in the shared memory segment,
+   where collectives need no messages. A call on a smaller group counts less: on half of the world's
+   ranks, for example, half a call. A program may make any number of further groups. Their
+   collectives run as messages, as over tcp, with the same results; for threads and procs a notice
+   in the log says so once. */
+#define DT_SHARED_SPLITS 64
 
 /* [local] Returns the group of all ranks, or NULL if the context is not attached to a run. (NULL
    works as a group of one rank.) */
@@ -372,9 +388,8 @@ DT_API int dt_comm_world_rank(const dt_comm *comm, int rank);
    with equal keys by their rank in comm. A rank with color < 0 joins no group and gets NULL, which
    is not a failure. (Do not use this NULL as a group: it would be a group of one rank.) `name`
    appears in error texts and tables; its first 31 bytes are copied, and NULL means "group". The
-   group lives as long as the world. After a failure the function returns NULL; the error is
-   DT_ERR_MEM if more than DT_MAX_SPLITS splits were made. Under MPI, a group that does not fit into
-   its machine's shared memory segment exchanges messages instead, with the same results. */
+   group lives as long as the world, so make a group once and keep it. The number of groups has no
+   limit (see DT_SHARED_SPLITS). After a failure the function returns NULL. */
 DT_API dt_comm *dt_comm_split(dt_comm *comm, int color, int key, const char *name);
 /* [local] From this call on, dt_comm_bytes counts the bytes of comm's operations under `axis`. Does
    nothing if comm is NULL. */
@@ -424,9 +439,11 @@ DT_API dt_traffic dt_comm_traffic(const dt_ctx *ctx);
 // ==== 3. Collectives ============================================================================
 
 /* All functions of this section are [collective: comm]. N is the number of ranks in comm. Counts
-   are in elements. Types are DT_F32, DT_F64, DT_BF16, DT_F16 and DT_I32, reductions DT_SUM, DT_AVG,
-   DT_MAX, DT_MIN and DT_PROD. Sums of DT_I32 wrap, and their average is rounded toward zero. A type
-   that the context's kernel table does not reduce fails with DT_ERR_UNSUPPORTED.
+   are in elements. Types are DT_F32, DT_F64, DT_BF16, DT_F16, DT_I32, DT_I64 and DT_U8 (bytes of
+   any meaning, such as packed structs of ranks with one architecture). Reductions are DT_SUM,
+   DT_AVG, DT_MAX, DT_MIN and DT_PROD. Sums and products of integers wrap around (two's complement;
+   DT_U8 modulo 256). An average is the sum, which may have wrapped, divided by N and rounded toward
+   zero. A type that the context's kernel table does not reduce fails with DT_ERR_UNSUPPORTED.
 
    Buffers are memory of the context's device. If the device is a GPU, both buffers of a call may be
    in host memory instead, if they are in host memory on all ranks; the CPU then does the work. This
@@ -730,16 +747,13 @@ DT_API size_t dt_trace_lost(const dt_ctx *ctx);
    counted. A rank without a trace contributes no events. */
 DT_API dt_status dt_trace_write(dt_comm *world, const char *path);
 
-/* CALL SITES. The functions listed below are also macros, which pass the source line of the call
-   for records and error texts. To name the function itself, for example to take its address, put
-   its name in parentheses or write no argument list after it. */
+/* CALL SITES (section 4 of dt_tensor.h): the functions listed below are also macros. */
 
 /* [local] Sets the call site (file and line) of this rank's next operation, on any group. Returns
    comm. */
 DT_API dt_comm *dt_here(dt_comm *comm, const char *file, int line);
 
-#define DT_HERE(comm) \
-    dt_here(comm, &__FILE__[sizeof __FILE__ > 32 ? sizeof __FILE__ - 32 : 0], __LINE__)
+#define DT_HERE(comm) dt_here(comm, DT_SITE)
 #define dt_all_reduce(comm, ...) dt_all_reduce(DT_HERE(comm), __VA_ARGS__)
 #define dt_reduce(comm, ...) dt_reduce(DT_HERE(comm), __VA_ARGS__)
 #define dt_reduce_scatter(comm, ...) dt_reduce_scatter(DT_HERE(comm), __VA_ARGS__)
@@ -813,6 +827,7 @@ DT__CPP_WARNINGS_OFF
 #include <sys/prctl.h>   /* PR_SET_PDEATHSIG: kills a rank when its supervisor ends */
 #include <sys/syscall.h> /* gettid, which not every libc has as a function */
 #include <sys/uio.h>     /* struct iovec */
+#include <sys/un.h>      /* struct sockaddr_un */
 #include <sys/wait.h>    /* waitpid, in dt_run */
 #include <unistd.h>      /* sysconf, fork, _exit */
 #ifdef DT_USE_MPI
@@ -869,6 +884,7 @@ enum {
     DT__CREDIT_STEP = 4,   /* a receiver reports its receives at the latest after this many */
     /* so when 8 messages have no receive, the sender may count 3 more */
     DT__EAGER_LIMIT = DT__EAGER_CREDITS + DT__CREDIT_STEP - 1,
+    DT__ANNOUNCE_CREDITS = 65536, /* announcements to one rank that have no receive yet */
     DT__MAX_RANKS = 65536,
     DT__NAME_BYTES = 32,
     DT__FILE_BYTES = 32
@@ -1023,6 +1039,7 @@ typedef struct __attribute__((aligned(64))) dt__rank_state {
        but exit with status 0; else 0 */
     int ended;
     int pid, tid;
+    int params_sharded; /* 1 at ZeRO-3, where data may be NULL: explains a SIGSEGV */
     /* Progress counter: incremented after every change that another rank, or this rank, may wait
        for (section 11). */
     uint64_t progress;
@@ -1109,6 +1126,8 @@ typedef struct dt__peer {
     uint64_t eager_received; /* eager messages from that rank */
     uint64_t eager_matched;  /* those of them that have a receive here */
     uint64_t eager_told;     /* `eager_matched`, as that rank was last told */
+    uint64_t unanswered;     /* announcements to that rank that it has not answered */
+    uint64_t unmatched;      /* announcements from that rank that have no receive here */
 } dt__peer;
 
 /* Replaces the shared memory segment if no memory is shared. */
@@ -1127,6 +1146,8 @@ typedef struct dt__call_table {
     dt_status (*end)(dt_work *work);
 } dt__call_table;
 
+enum { DT__STRAGGLER_STEPS = 8 }; /* straggler detection looks at so many steps */
+
 /* One rank's private state of a run; dt_ctx_attached returns it. */
 typedef struct dt__world {
     dt__shared *shared;
@@ -1138,14 +1159,11 @@ typedef struct dt__world {
     dt__rank_state *state; /* this rank's own state and records */
     dt__op_record *records;
     const dt__call_table *calls; /* the outermost table */
-    const char *file;            /* call site of the current operation */
-    int line;
-    double last_step_own; /* time outside of operations, at the end of the last step */
-    /* Rank 0 only: one bit for each of the last 8 steps, 1 if straggler_rank was a straggler in the
-       step; the first step that may log the next notice. */
-    unsigned straggler_steps;
-    int straggler_rank;
-    int64_t straggler_notice_step;
+    double last_step_own;        /* time outside of operations, at the end of the last step */
+    /* Straggler detection: the times of this rank's own work in its last steps; rank 0 only: the
+       first step that may log the next notice, and the steps between the last two */
+    double own_s[DT__STRAGGLER_STEPS];
+    int64_t straggler_notice_step, straggler_pause;
     /* the progress counter of the rank state->waits_for when this rank began to wait for it */
     uint64_t awaited_progress;
     int is_thread; /* 1 if this rank is a thread of this process */
@@ -1163,10 +1181,11 @@ typedef struct dt__world {
        for packets of the transport, and whether there were any */
     uint64_t pass, polled_pass;
     int poll_found;
-    dt__p2p_list posted;                                    /* receives without a message */
-    struct dt__arrival *first_unexpected, *last_unexpected; /* messages without a receive */
-    struct dt__arrival *free_arrivals, *arrival_chunks;
+    dt__p2p_list posted;                                      /* receives without a message */
+    struct dt__arrival *first_unexpected, *last_unexpected;   /* messages without a receive */
+    struct dt__arrival *free_arrivals[2], *arrival_chunks[2]; /* of announcements, of eager ones */
     uint32_t channel_count; /* number of channels given to groups so far */
+    int is_arena_full;      /* 1 if a group has found no place in the range */
     /* nonblocking operations not waited for, in order of their starts; the operations before
        first_unfinished are complete */
     dt__work_list started;
@@ -1186,8 +1205,11 @@ typedef struct dt__world {
     struct dt__nccl *nccl;     /* NULL without NCCL */
     size_t bytes[1 + DT_AXES];
     dt_traffic traffic;
-    double seconds;          /* spent inside operations */
-    int check;               /* dt_run_desc.check */
+    double seconds; /* spent inside operations */
+    int check;      /* dt_run_desc.check */
+    /* In a dry run for forked ranks: 1 if a forked rank shares the memory at p with the other
+       ranks; else NULL. */
+    int (*would_share)(const void *p);
     dt__rank_state reported; /* the last wait report that this rank has sent, and when */
     double reported_at;
     int *status_request; /* dt_run_desc.status_request, if no supervisor reads it; else NULL */
@@ -1259,9 +1281,8 @@ typedef enum dt__completion {
 struct dt_work {
     dt_comm *comm;
     dt__call call;
-    dt__frame frame;  /* describes the call */
-    const char *file; /* call site */
-    int line;
+    dt__frame frame; /* describes the call */
+    dt_site site;
     dt_axis axis; /* the group's axis when the operation began */
     dt__completion completion;
     dt__advance_fn advance; /* moves the data */
@@ -1980,8 +2001,8 @@ static void dt__describe(dt_work *work) {
     frame->seq = work->call.seq;
     frame->count = work->call.count;
     frame->tag = work->call.tag;
-    frame->line = work->line;
-    dt__copy_name(frame->file, sizeof frame->file, work->file);
+    frame->line = work->site.line;
+    dt__copy_name(frame->file, sizeof frame->file, work->site.file);
 }
 
 /* Assigns the operation its number and writes its flight recorder entry. */
@@ -2054,8 +2075,15 @@ static dt__text dt__site_text(const char *file, int line) {
     return dt__format(" at %.64s:%d", slash ? slash + 1 : file, line);
 }
 
+/* As dt__site_text. The file's name may come from another process and lack its end. */
+static dt__text dt__frame_site(const dt__frame *frame) {
+    char file[DT__FILE_BYTES];
+    snprintf(file, sizeof file, "%.*s", DT__FILE_BYTES - 1, frame->file);
+    return dt__site_text(file, frame->line);
+}
+
 static dt__text dt__own_site(const dt_work *work) {
-    return dt__site_text(dt__reported_work(work)->file, dt__reported_work(work)->line);
+    return dt__site_text(dt__reported_work(work)->site.file, dt__reported_work(work)->site.line);
 }
 
 /* Describes an operation, for example "all-reduce f32 x 10 sum #4 on world at train.c:88" or
@@ -2085,9 +2113,7 @@ static dt__text dt__record_text(const dt__op_record *r) {
 }
 
 dt_comm *dt_here(dt_comm *comm, const char *file, int line) {
-    if (!comm) return NULL;
-    comm->world->file = file;
-    comm->world->line = line;
+    if (comm) dt_ctx_here(comm->world->ctx, file, line);
     return comm;
 }
 
@@ -2116,9 +2142,9 @@ static dt_status dt__calls_differ(
     dt__call two = dt__unpack_call(theirs->packed_call, (size_t)theirs->count);
     return dt__comm_fail(comm->world, DT_ERR_COMM,
         "rank %d calls %s%s, rank %d calls %s%s (operation %llu on %s)", comm->group->ranks[rank],
-        dt__call_text(&one).s, dt__site_text(its->file, its->line).s, comm->group->ranks[other],
-        dt__call_text(&two).s, dt__site_text(theirs->file, theirs->line).s,
-        (unsigned long long)theirs->seq, comm->group->name);
+        dt__call_text(&one).s, dt__frame_site(its).s, comm->group->ranks[other],
+        dt__call_text(&two).s, dt__frame_site(theirs).s, (unsigned long long)theirs->seq,
+        comm->group->name);
 }
 
 /* Returns 1 if two frames describe the same call of a collective. */
@@ -2339,11 +2365,16 @@ static dt_status dt__wait_work(dt__world *world, dt_work *work) {
                                                             <-- DONE
 
    A message matches the oldest posted receive with its group, tag and sender. Messages without a
-   receive, and receives without a message, wait in two lists in the order of their arrival. An
-   eager message waits as a copy, so a rank may send only DT__EAGER_CREDITS of them to another rank
-   before the receiver matches some; every frame tells how many. Without a credit a small message is
-   announced like a large one. When a message matches a receive, its frame is compared with the
-   receive's call: this finds different calls of the two ranks. */
+   receive, and receives without a message, wait in two lists in the order of their arrival. When a
+   message matches a receive, its frame is compared with the receive's call: this finds different
+   calls of the two ranks, and lengths that differ from what was posted.
+
+   Credits bound the memory that unexpected messages take. An eager message waits as a copy, so a
+   rank may send only DT__EAGER_CREDITS of them to another rank before the receiver matches some;
+   every frame tells how many. Without a credit a small message is announced like a large one. An
+   announcement has no data, and its answer is the credit for the next: beyond DT__ANNOUNCE_CREDITS
+   of them sends wait in order at their sender. The receiver keeps nothing for which there was no
+   credit: it fails and names the sender. */
 
 typedef enum dt__frame_kind {
     DT__EAGER = 1,
@@ -2357,13 +2388,17 @@ typedef enum dt__frame_kind {
     DT__ABORT /* the sender has failed: `tag` is the failed rank, `count` its status; a text */
 } dt__frame_kind;
 
-/* A message that has arrived before its receive was posted. */
+/* A message that has arrived before its receive was posted. Its body follows: the data of an eager
+   message, or the key of an announcement between devices. */
 typedef struct dt__arrival {
     int from; /* world rank */
     dt__frame frame;
     struct dt__arrival *next;
-    char data[DT_EAGER_BYTES];
 } dt__arrival;
+
+static size_t dt__arrival_bytes(int is_eager) {
+    return sizeof(dt__arrival) + (is_eager ? (size_t)DT_EAGER_BYTES : (size_t)DT__KEY_BYTES);
+}
 
 static size_t dt__p2p_bytes(const dt__p2p *p2p) {
     return p2p->count * dt_dtype_size(p2p->work->call.dtype);
@@ -2379,7 +2414,7 @@ static dt__text dt__p2p_text(const dt__p2p *p2p) {
     dt__call call = work->call;
     if (dt__is_p2p(call.op)) call.host_memory = 0; /* it need not be so at the other rank */
     if (dt__is_p2p(call.op) && p2p->peer != DT_ANY) call.peer = group->ranks[p2p->peer];
-    return dt__operation_text(&call, "", group->name, work->file, work->line);
+    return dt__operation_text(&call, "", group->name, work->site.file, work->site.line);
 }
 
 /* Fails the context because the peer has ended and no rank will ever call the matching send or
@@ -2509,34 +2544,44 @@ static void dt__p2p_prepend(dt__p2p_list *list, dt__p2p *p2p) {
     list->first = p2p;
 }
 
-/* Allocates memory for DT__ARRIVALS more messages without a receive. Returns 0 on failure. */
+/* Allocates memory for DT__ARRIVALS more messages without a receive, eager ones or announcements.
+   Returns 0 on failure. */
 enum { DT__ARRIVALS = 16 };
-static int dt__arrivals_make(dt__world *world) {
-    dt__arrival *chunk = (dt__arrival *)dt_alloc(
-        world->ctx, DT_MEM_HOST, (DT__ARRIVALS + 1) * sizeof *chunk, "messages");
+static int dt__arrivals_make(dt__world *world, int is_eager) {
+    size_t each = dt__arrival_bytes(is_eager);
+    char *chunk = (char *)dt_alloc(world->ctx, DT_MEM_HOST, (DT__ARRIVALS + 1) * each, "messages");
     if (!chunk) return 0;
-    chunk->next = world->arrival_chunks; /* the first element links the chunks */
-    world->arrival_chunks = chunk;
-    for (int i = 1; i <= DT__ARRIVALS; i++) {
-        chunk[i].next = world->free_arrivals;
-        world->free_arrivals = &chunk[i];
+    for (int i = 0; i <= DT__ARRIVALS; i++) { /* the first element links the chunks */
+        dt__arrival *one = (dt__arrival *)(void *)(chunk + (size_t)i * each),
+                    **list = i ? &world->free_arrivals[is_eager] : &world->arrival_chunks[is_eager];
+        one->next = *list;
+        *list = one;
     }
     return 1;
 }
 
-static dt__arrival *dt__arrival_acquire(dt__world *world) {
-    if (!world->free_arrivals && !dt__arrivals_make(world)) return NULL;
-    dt__arrival *arrival = world->free_arrivals;
-    world->free_arrivals = arrival->next;
+static dt__arrival *dt__arrival_acquire(dt__world *world, int is_eager) {
+    dt__arrival **list = &world->free_arrivals[is_eager], *arrival;
+    if (!*list && !dt__arrivals_make(world, is_eager)) return NULL;
+    arrival = *list;
+    *list = arrival->next;
     return arrival;
 }
 
+static void dt__arrival_release(dt__world *world, dt__arrival *arrival) {
+    dt__arrival **list = &world->free_arrivals[arrival->frame.kind == DT__EAGER];
+    arrival->next = *list;
+    *list = arrival;
+}
+
 static void dt__arrivals_free(dt__world *world) {
-    while (world->arrival_chunks) {
-        dt__arrival *chunk = world->arrival_chunks;
-        world->arrival_chunks = chunk->next;
-        dt_free(world->ctx, DT_MEM_HOST, chunk, (DT__ARRIVALS + 1) * sizeof *chunk);
-    }
+    for (int is_eager = 0; is_eager < 2; is_eager++)
+        while (world->arrival_chunks[is_eager]) {
+            dt__arrival *chunk = world->arrival_chunks[is_eager];
+            world->arrival_chunks[is_eager] = chunk->next;
+            dt_free(
+                world->ctx, DT_MEM_HOST, chunk, (DT__ARRIVALS + 1) * dt__arrival_bytes(is_eager));
+        }
 }
 
 /* Returns a buffer in the shared memory segment for a copy of a large message. The largest buffer
@@ -2711,6 +2756,7 @@ static int dt__send_packet(dt__p2p *p2p, dt__peer *peer, int to) {
     if (to != comm->world->rank && !dt__has_credit(comm->world, peer, to))
         dt__poll(comm->world, to);
     int eager = bytes <= DT_EAGER_BYTES && !p2p->is_direct && dt__has_credit(comm->world, peer, to);
+    if (!eager && peer->unanswered == DT__ANNOUNCE_CREDITS) return 0;
     int ready = dt__send_prepare(p2p, peer, eager);
     if (ready <= 0) return ready;
     dt_status status = DT_OK;
@@ -2735,6 +2781,7 @@ static int dt__send_packet(dt__p2p *p2p, dt__peer *peer, int to) {
     if (!eager) dt__p2p_append(&peer->announced, p2p);
     p2p->state = DT__P2P_ANNOUNCED;
     peer->eager_sent += (uint64_t)eager;
+    peer->unanswered += (uint64_t)!eager;
     peer->messages++;
     int taken = dt__packet_send(comm->world, to, &frame, data,
         eager            ? bytes
@@ -2744,6 +2791,7 @@ static int dt__send_packet(dt__p2p *p2p, dt__peer *peer, int to) {
     dt__p2p_prepend(&peer->queued, p2p);
     p2p->state = DT__P2P_QUEUED;
     peer->eager_sent -= (uint64_t)eager;
+    peer->unanswered -= (uint64_t)!eager;
     peer->messages--;
     return taken < 0 ? dt__unreachable(p2p, "") : 0;
 }
@@ -2840,6 +2888,7 @@ static int dt__match(dt__p2p *p2p, int from, const dt__frame *frame, const void 
     if (p2p->peer == DT_ANY) p2p->peer = dt__rank_in(comm->group, from);
     p2p->id = frame->id;
     p2p->state = DT__P2P_ANSWERING;
+    if (frame->kind != DT__EAGER) peer->unmatched--;
     if (dt__p2p_check(p2p, p2p->peer, frame) < 0) return -1;
     if (peer->is_remote && p2p->is_direct != (frame->kind == DT__ANNOUNCE_DIRECT)) {
         dt__comm_fail(world, DT_ERR_COMM,
@@ -2896,9 +2945,8 @@ static int dt__recv_begin(dt__p2p *p2p) {
         else
             world->first_unexpected = a->next;
         if (world->last_unexpected == a) world->last_unexpected = before;
-        int matched = dt__match(p2p, a->from, &a->frame, a->data);
-        a->next = world->free_arrivals;
-        world->free_arrivals = a;
+        int matched = dt__match(p2p, a->from, &a->frame, a + 1);
+        dt__arrival_release(world, a);
         return matched;
     }
     p2p->state = DT__P2P_POSTED;
@@ -2951,13 +2999,14 @@ static dt__p2p *dt__p2p_find(const dt__p2p_list *list, uint64_t id) {
    message. own: this rank's call; NULL if it is no longer known. Returns -1. */
 static int dt__left_over(dt_comm *comm, int from, const dt__frame *frame, const dt__frame *own) {
     dt__call its = dt__unpack_call(frame->packed_call, (size_t)frame->count);
-    if (own && !dt__same_call(frame, own))
-        dt__calls_differ(comm, dt__rank_in(comm->group, from), frame, comm->base.rank, own);
+    int rank = dt__rank_in(comm->group, from);
+    if (own && rank >= 0 && !dt__same_call(frame, own))
+        dt__calls_differ(comm, rank, frame, comm->base.rank, own);
     else
         dt__comm_fail(comm->world, DT_ERR_COMM,
             "rank %d has sent %llu bytes of %s #%llu on %s%s to rank %d, which expects none", from,
             (unsigned long long)frame->bytes, dt__call_text(&its).s, (unsigned long long)frame->seq,
-            comm->group->name, dt__site_text(frame->file, frame->line).s, comm->world->rank);
+            comm->group->name, dt__frame_site(frame).s, comm->world->rank);
     return -1;
 }
 
@@ -3005,7 +3054,8 @@ static int dt__message_arrived(
     dt__world *world, int from, const dt__frame *frame, const void *body, size_t bytes) {
     /* Allocated with the first message, so that a steady program allocates nothing: which of its
        messages come before their receives is up to the scheduler. */
-    if (!world->arrival_chunks && !dt__arrivals_make(world)) return -1;
+    for (int is_eager = 0; is_eager < 2; is_eager++)
+        if (!world->arrival_chunks[is_eager] && !dt__arrivals_make(world, is_eager)) return -1;
     for (dt__p2p *p2p = world->posted.first; p2p; p2p = p2p->next) {
         if (!dt__frame_matches(p2p, from, frame)) continue;
         dt__p2p_unlist(p2p);
@@ -3016,11 +3066,11 @@ static int dt__message_arrived(
     if (comm && dt__has_completed(comm, frame->seq))
         return dt__left_over(
             comm, from, frame, dt__record_of(world, frame, &own) ? &own.call : NULL);
-    dt__arrival *arrival = dt__arrival_acquire(world);
+    dt__arrival *arrival = dt__arrival_acquire(world, frame->kind == DT__EAGER);
     if (!arrival) return -1;
     arrival->from = from;
     arrival->frame = *frame;
-    if (bytes) memcpy(arrival->data, body, bytes);
+    if (bytes) memcpy(arrival + 1, body, bytes);
     arrival->next = NULL;
     if (world->first_unexpected)
         world->last_unexpected->next = arrival;
@@ -3044,7 +3094,8 @@ static int dt__send_answered(dt__p2p *p2p, dt__frame_kind kind) {
 /* A piece of an announced message has arrived. Pieces arrive in order. */
 static int dt__piece_arrived(dt__p2p *p2p, const dt__frame *frame, const void *body, size_t bytes) {
     char *to = (char *)(p2p->copy ? p2p->copy : p2p->recv);
-    if (frame->address != p2p->moved || bytes > dt__p2p_bytes(p2p) - p2p->moved) return 0;
+    if (bytes == 0 || frame->address != p2p->moved || bytes > dt__p2p_bytes(p2p) - p2p->moved)
+        return 0;
     memcpy(to + p2p->moved, body, bytes);
     p2p->moved += bytes;
     if (p2p->moved < dt__p2p_bytes(p2p)) return 1;
@@ -3052,10 +3103,15 @@ static int dt__piece_arrived(dt__p2p *p2p, const dt__frame *frame, const void *b
     return dt__landed(p2p);
 }
 
-/* Another rank has failed: records its failure, which ends the waits of this rank. */
+/* Another rank has failed: records its failure, which ends the waits of this rank. The text begins
+   with the name of the rank that failed, whatever the packet says. */
 static int dt__abort_arrived(
     dt__world *world, const dt__frame *frame, const char *body, size_t bytes) {
-    dt__text text = dt__format("%.*s", (int)bytes, body);
+    dt__text name = dt__format("rank %d", (int)frame->tag);
+    size_t length = strlen(name.s);
+    int is_named = bytes >= length && memcmp(body, name.s, length) == 0;
+    dt__text text =
+        dt__format("%s%.*s", is_named ? "" : dt__format("%s: ", name.s).s, (int)bytes, body);
     if (frame->tag < 0 || frame->tag >= world->size || frame->count == 0 || frame->count > 255)
         return 0;
     dt__escape(text.s, sizeof text.s);
@@ -3064,8 +3120,21 @@ static int dt__abort_arrived(
     return 1;
 }
 
-/* Handles a packet of another rank. Nothing in it is trusted. Returns 1, 0 if the packet is
-   malformed, or -1 if the context has failed. */
+/* A message has arrived: takes its credit. Returns 1, or -1 if the sender had none. */
+static int dt__take_credit(dt__world *world, int from, int is_eager) {
+    dt__peer *peer = world->peers[from];
+    uint64_t before = is_eager ? peer->eager_received++ - peer->eager_matched : peer->unmatched++;
+    uint64_t credits = is_eager ? DT__EAGER_LIMIT : DT__ANNOUNCE_CREDITS;
+    if (before < credits) return 1;
+    dt__comm_fail(world, DT_ERR_COMM,
+        "rank %d has sent more messages than it had credits for: %llu %s have no receive", from,
+        (unsigned long long)before, is_eager ? "small ones" : "announcements");
+    return -1;
+}
+
+/* Handles a packet of another rank. Nothing in it is trusted. A packet that changes nothing is
+   malformed too: a stream of them would keep a waiting rank from its timeout. Returns 1, 0 if the
+   packet is malformed, or -1 if the context has failed. */
 static int dt__packet_arrived(dt__world *world, int from, const void *packet, size_t bytes) {
     dt__peer *peer = dt__peer_of(world, from);
     const dt__frame *frame = (const dt__frame *)packet;
@@ -3073,30 +3142,33 @@ static int dt__packet_arrived(dt__world *world, int from, const void *packet, si
     if (!peer) return -1;
     if (bytes < sizeof *frame || frame->credits > peer->eager_sent) return 0;
     bytes -= sizeof *frame;
-    if (frame->credits > peer->eager_credited) peer->eager_credited = frame->credits;
+    int has_credits = frame->credits > peer->eager_credited;
+    if (has_credits) peer->eager_credited = frame->credits;
     if (frame->kind != DT__REPORT) dt__count_progress(world);
     dt__p2p *p2p = NULL;
     switch (frame->kind) {
     case DT__EAGER:
-        if (bytes != frame->bytes || bytes > DT_EAGER_BYTES ||
-            peer->eager_received++ - peer->eager_matched >= DT__EAGER_LIMIT)
-            return 0;
+        if (bytes != frame->bytes || bytes > DT_EAGER_BYTES) return 0;
+        if (dt__take_credit(world, from, 1) < 0) return -1;
         return dt__message_arrived(world, from, frame, body, bytes);
     case DT__ANNOUNCE:
     case DT__ANNOUNCE_DIRECT:
         if (bytes != (frame->kind == DT__ANNOUNCE ? 0 : DT__KEY_BYTES)) return 0;
+        if (dt__take_credit(world, from, 0) < 0) return -1;
         return dt__message_arrived(world, from, frame, body, bytes);
     case DT__PULL:
     case DT__DONE:
         p2p = dt__p2p_find(&peer->announced, frame->id);
         /* after a failure the transfer may have been cancelled, and the packet is only late */
         if (!p2p || p2p->state != DT__P2P_ANNOUNCED) return dt_error(world->ctx) ? 1 : 0;
+        if (peer->is_remote != (frame->kind == DT__PULL)) return 0;
+        peer->unanswered--;
         return dt__send_answered(p2p, (dt__frame_kind)frame->kind);
     case DT__DATA:
         p2p = dt__p2p_find(&peer->pulled, frame->id);
         if (!p2p || p2p->request) return dt_error(world->ctx) ? 1 : 0;
         return dt__piece_arrived(p2p, frame, body, bytes);
-    case DT__CREDIT: return bytes == 0;
+    case DT__CREDIT: return bytes == 0 && has_credits;
     case DT__REPORT:
         if (bytes != sizeof(dt__wait_report) || !peer->is_remote) return 0;
         dt__receive_wait_report(world, from, (const dt__wait_report *)(const void *)body);
@@ -3441,6 +3513,16 @@ static int dt__is_accessible(const dt_work *work) {
            dt__reachable(shared, call->recv);
 }
 
+/* The same for the forked ranks whose memory a dry run counts. */
+static int dt__would_be_accessible(const dt_work *work) {
+    const dt_comm *comm = work->comm;
+    const dt__call *call = &work->call;
+    int (*shares)(const void *) = comm->world->would_share;
+    return !shares ||
+           ((!dt__sends(comm, call) || shares(call->send)) &&
+               (!dt__can_write_sum(call) || !dt__receives(comm, call) || shares(call->recv)));
+}
+
 /* A send buffer of up to this many bytes is posted inline whatever the number of cores. If each
    rank has a core, other ranks read a larger send buffer in place: the second wait then costs less
    than a copy into the post, which other ranks would have to fetch from this core's cache. If ranks
@@ -3707,17 +3789,26 @@ static int dt__may_post(dt_work *work) {
     return 1;
 }
 
+/* Allocates the staging buffer of the group, if this call is the first to need it. Returns 0 on
+   failure. */
+static int dt__staging_make(dt_work *work, int needs_staging) {
+    dt_comm *comm = work->comm;
+    size_t bytes = dt__send_count(comm, &work->call) * dt_dtype_size(work->call.dtype);
+    int is_counted = !dt__would_be_accessible(work) &&
+                     (work->call.op == DT__ALL_TO_ALL_V || bytes > DT_EAGER_BYTES);
+    if ((!needs_staging && !is_counted) || comm->staging) return 1;
+    comm->staging =
+        (char *)dt_alloc(comm->world->ctx, DT_MEM_COMM, DT__WINDOWS_BYTES, "staging windows");
+    return comm->staging != NULL;
+}
+
 static int dt__post_call(dt_work *work) {
     dt_comm *comm = work->comm;
     const dt__call *call = &work->call;
     dt__post *post = dt__post_of(work, comm->base.rank);
     post->is_inline = dt__sends_inline(work);
     int needs_staging = !post->is_inline && !dt__is_accessible(work);
-    if (needs_staging && !comm->staging) {
-        comm->staging =
-            (char *)dt_alloc(comm->world->ctx, DT_MEM_COMM, DT__WINDOWS_BYTES, "staging windows");
-        if (!comm->staging) return -1;
-    }
+    if (!dt__staging_make(work, needs_staging)) return -1;
     post->call = work->frame;
     post->send = post->is_inline ? dt__post_data(post) : call->send;
     post->recv = call->recv;
@@ -4508,6 +4599,11 @@ static void dt__single_rank_collective(dt_work *work) {
     work->completion = DT__COMPLETED;
 }
 
+/* Returns the call site of the operation that begins now. */
+static dt_site dt__site_now(const dt_ctx *ctx) {
+    return ctx->site.file ? ctx->site : ctx->next_site;
+}
+
 static dt_work *dt__work_acquire(dt_comm *comm, const dt__call *call) {
     dt__world *world = comm->world;
     dt_work *work = world->free_works.last;
@@ -4521,9 +4617,12 @@ static dt_work *dt__work_acquire(dt_comm *comm, const dt__call *call) {
     work->comm = comm;
     work->call = *call;
     work->axis = comm->axis;
-    work->file = world->file;
-    work->line = world->line;
-    return work;
+    work->site = dt__site_now(world->ctx);
+    /* which object a later send or receive gets depends on time: each has memory for it */
+    if (dt__p2p_reserve(work, 1)) return work;
+    work->comm = NULL;
+    dt__list_append(&world->free_works, work);
+    return NULL;
 }
 
 /* Puts a work on the free list. Ends its transfers and frees its buffers. */
@@ -4557,7 +4656,8 @@ enum {
 static int dt__is_compared(const dt_comm *comm) {
     const dt__world *world = comm->world;
     int is_early = world->state->step < DT__CHECK_STEPS && comm->seq < DT__CHECK_CALLS;
-    return world->transport.send && (world->check ? world->check > 0 : is_early);
+    return (world->transport.send || !comm->group->members) &&
+           (world->check ? world->check > 0 : is_early);
 }
 
 static const dt__frame *dt__checked_call(const dt_work *work, int rank) {
@@ -4608,8 +4708,7 @@ static int dt__check_counts(dt_work *work) {
         uint64_t sent = ((const uint64_t *)(const void *)(its + 1))[to],
                  expected = ((const uint64_t *)(const void *)(theirs + 1))[n + from];
         if (sent == expected) continue;
-        dt__counts_differ(work, from, (size_t)sent, to, (size_t)expected,
-            dt__site_text(theirs->file, theirs->line).s);
+        dt__counts_differ(work, from, (size_t)sent, to, (size_t)expected, dt__frame_site(theirs).s);
         return -1;
     }
     return 1;
@@ -4648,7 +4747,7 @@ static int dt__work_begin(dt_work *work) {
         dt__single_rank_collective(work);
         return 1;
     }
-    /* ranks that share memory compare their calls by their posts */
+    /* ranks that share memory compare their calls by their posts, if their group has any */
     int compares_posts = without_messages && comm->group->members;
     if (!is_p2p && !compares_posts && dt__is_compared(comm)) dt__check_make(work);
     if (!without_messages) {
@@ -4698,8 +4797,7 @@ static void dt__device_op_track(dt__world *world, dt_work *work) {
     device_op->in_library = 1;
     device_op->advance = dt__device_op_poll;
     device_op->frame = work->frame;
-    device_op->file = work->file; /* dt__work_acquire has taken the site of the current call */
-    device_op->line = work->line;
+    device_op->site = work->site; /* dt__work_acquire has taken the site of the current call */
     dt__list_append(&world->device_ops, device_op);
 }
 
@@ -4755,12 +4853,13 @@ __attribute__((noinline, cold)) static void dt__refuse_call(
     dt_comm *comm, const dt__call *call, const char *wrong) {
     dt__world *world = comm->world;
     dt__text why = dt__format("%s", wrong);
+    dt_site site = dt__site_now(world->ctx);
     if (!wrong[0])
         dt__put(&why, "%d is no element type", (int)call->dtype);
     else if (!dt__has_valid_peer(comm, call))
         dt__put(&why, ": %d of %d", call->peer, comm->base.size);
     dt__comm_fail(world, wrong[0] ? DT_ERR_ARG : DT_ERR_UNSUPPORTED, "%s on %s%s: %s",
-        dt__call_text(call).s, comm->group->name, dt__site_text(world->file, world->line).s, why.s);
+        dt__call_text(call).s, comm->group->name, dt__site_text(site.file, site.line).s, why.s);
 }
 
 /* Begins any operation; the `begin` of the innermost call table. */
@@ -4835,7 +4934,7 @@ static dt_status dt__op_run(dt_comm *comm, dt__call call) {
     dt__wait_work(world, work);
     world->blocking = NULL;
     if (work->start_time >= 0) dt__count_seconds(world, work, work->start_time);
-    world->file = NULL; /* the next call has no call site unless its macro sets one */
+    dt_ctx_here(world->ctx, NULL, 0); /* the next call has no call site unless its macro sets one */
     return world->calls->end(work);
 }
 
@@ -4862,7 +4961,7 @@ static dt_work *dt__op_start(dt_comm *comm, dt__call call) {
     /* advance it at once, so that messages leave in the order of the starts */
     if (!dt__advance_some(world)) dt__advance(work);
     world->seconds += world->host->now(world->host->user) - begin;
-    world->file = NULL;
+    dt_ctx_here(world->ctx, NULL, 0);
     return work;
 }
 
@@ -4944,18 +5043,16 @@ DT__DEFINE(dt_recv_any,
     .from = from)
 #undef DT__DEFINE
 
-dt_status(dt_exchange)(dt_comm *comm, const dt_transfer *transfers, int n) {
-    if (!comm) return n != 0 ? DT_ERR_ARG : DT_OK;
+static dt_status dt__transfers_run(dt_comm *comm, const dt_transfer *transfers, int n) {
     dt__world *world = comm->world;
     dt_work *before = world->started.last;
-    const char *file = world->file;
+    dt_site site = dt__site_now(world->ctx);
     if (n < 0 || (n > 0 && !transfers))
         return dt__comm_fail(world, DT_ERR_ARG, "dt_exchange on %s%s: %d transfers%s",
-            comm->group->name, dt__site_text(world->file, world->line).s, n,
+            comm->group->name, dt__site_text(site.file, site.line).s, n,
             n < 0 ? "" : ", which are NULL");
     for (int i = 0; i < n && dt_error(world->ctx) == DT_OK; i++) {
         const dt_transfer *t = &transfers[i];
-        world->file = file;
         if (t->send && t->recv)
             dt__comm_fail(world, DT_ERR_ARG, "dt_exchange: transfer %d both sends and receives", i);
         else if (t->recv)
@@ -4966,6 +5063,14 @@ dt_status(dt_exchange)(dt_comm *comm, const dt_transfer *transfers, int n) {
     while (world->started.last != before)
         dt_wait(world->ctx, before ? before->next : world->started.first);
     return dt_error(world->ctx);
+}
+
+dt_status(dt_exchange)(dt_comm *comm, const dt_transfer *transfers, int n) {
+    if (!comm) return n != 0 ? DT_ERR_ARG : DT_OK;
+    dt_site outer = dt__site_open(comm->world->ctx);
+    dt_status status = dt__transfers_run(comm, transfers, n);
+    dt__site_close(comm->world->ctx, outer);
+    return status;
 }
 
 // ==== 19. Hang diagnosis and deadlock detection =================================================
@@ -5331,7 +5436,8 @@ static void dt__receive_wait_report(dt__world *world, int rank, const dt__wait_r
     its->state.wait_since_us = is_new ? now : before.wait_since_us;
     its->state.last_op_end_us = is_new ? now : before.last_op_end_us;
     if (its->state.waiting_op) dt__compare_report(world, rank, &its->record);
-    /* that it has ended may end a wait of this rank */
+    /* that it has ended is final, and may end a wait of this rank */
+    if (before.ended) its->state.ended = before.ended;
     if (its->state.ended != before.ended) dt__count_progress(world);
 }
 
@@ -5742,16 +5848,17 @@ dt_status(dt_agree)(dt_comm *comm, dt_status mine) {
 }
 
 /* A rank is a straggler if its own work took longer than DT__STRAGGLER_RATIO times the median of
-   all ranks plus DT__STRAGGLER_EXCESS_S seconds, in at least DT__STRAGGLER_STEPS of the last 8
-   steps. After a notice, at least DT__STRAGGLER_NOTICE_STEPS steps pass before the next one. */
+   all ranks plus DT__STRAGGLER_EXCESS_S seconds, in each of the last DT__STRAGGLER_STEPS steps: so
+   each rank sends the shortest time of these steps, which a pause of the machine does not change.
+   After a notice, first DT__STRAGGLER_NOTICE_STEPS steps pass before the next one, then twice as
+   many each time. */
 #define DT__STRAGGLER_RATIO 1.5
 #define DT__STRAGGLER_EXCESS_S 1e-3
 #define DT__STRAGGLER_UNIT_S 1e-4 /* the unit of the times that the ranks gather */
-enum { DT__STRAGGLER_STEPS = 5, DT__STRAGGLER_NOTICE_STEPS = 10 };
+enum { DT__STRAGGLER_NOTICE_STEPS = 10 };
 
-/* Straggler detection, on rank 0: logs a notice if the slowest rank is a straggler. The same rank
-   must be slow in several steps, because one slow step may have a harmless cause. The first of a
-   rank's two words is the time of its own work in the step. */
+/* Straggler detection, on rank 0: logs a notice if the slowest rank is a straggler. The first of a
+   rank's two words is the time of its own work. */
 static void dt__find_straggler(dt__world *world, const dt_comm *comm) {
     const int32_t *own = comm->words;
     int slowest = 0, n = comm->base.size, median = INT32_MAX;
@@ -5764,33 +5871,30 @@ static void dt__find_straggler(dt__world *world, const dt_comm *comm) {
     }
     double slowest_s = own[2 * slowest] * DT__STRAGGLER_UNIT_S,
            median_s = median * DT__STRAGGLER_UNIT_S;
-    int is_slow = slowest_s > DT__STRAGGLER_RATIO * median_s + DT__STRAGGLER_EXCESS_S;
-    if (is_slow && slowest != world->straggler_rank &&
-        __builtin_popcount(world->straggler_steps) < 2) {
-        world->straggler_rank = slowest;
-        world->straggler_steps = 0;
-    }
-    is_slow &= slowest == world->straggler_rank;
-    world->straggler_steps = (world->straggler_steps << 1 | (unsigned)is_slow) & 0xff;
-    if (!is_slow || __builtin_popcount(world->straggler_steps) < DT__STRAGGLER_STEPS ||
+    if (slowest_s <= DT__STRAGGLER_RATIO * median_s + DT__STRAGGLER_EXCESS_S ||
         world->state->step < world->straggler_notice_step)
         return;
-    world->straggler_notice_step = world->state->step + DT__STRAGGLER_NOTICE_STEPS;
+    world->straggler_pause =
+        world->straggler_pause ? 2 * world->straggler_pause : (int64_t)DT__STRAGGLER_NOTICE_STEPS;
+    world->straggler_notice_step = world->state->step + world->straggler_pause;
     dt_log(world->ctx, DT_LOG_NOTICE,
-        "rank %d is a straggler: its own work took %.1f ms in this step, the median %.1f ms",
-        slowest, slowest_s * 1e3, median_s * 1e3);
+        "rank %d is a straggler: its own work took at least %.1f ms in each of the last %d steps, "
+        "the median %.1f ms",
+        slowest, slowest_s * 1e3, DT__STRAGGLER_STEPS, median_s * 1e3);
 }
 
 dt_status(dt_comm_step)(dt_comm *world_comm) {
     if (!world_comm) return DT_OK;
     dt__world *world = world_comm->world;
     const dt_host *host = world->host;
-    const int is_first = world->state->step == 0;
     double own = host->now(host->user) - world->seconds - world->last_step_own;
     int32_t words[2] = { 0, 0 };
-    if (!is_first) words[0] = (int32_t)fmin(fmax(own, 0) / DT__STRAGGLER_UNIT_S, INT32_MAX);
+    world->own_s[world->state->step % DT__STRAGGLER_STEPS] = fmax(own, 0);
+    for (int i = 0; i < DT__STRAGGLER_STEPS; i++) own = fmin(own, world->own_s[i]);
+    words[0] = (int32_t)fmin(fmax(own, 0) / DT__STRAGGLER_UNIT_S, INT32_MAX);
     if (dt__gather_words(world->comm, DT__STEP, words) != DT_OK) return dt_error(world->ctx);
-    if (!is_first && world->rank == 0) dt__find_straggler(world, world->comm);
+    if (world->state->step >= DT__STRAGGLER_STEPS && world->rank == 0)
+        dt__find_straggler(world, world->comm);
     __atomic_store_n(&world->state->step, world->state->step + 1, __ATOMIC_RELAXED);
     world->last_step_own = host->now(host->user) - world->seconds;
     return dt_error(world->ctx);
@@ -5826,7 +5930,8 @@ int dt_comm_world_rank(const dt_comm *comm, int rank) {
 }
 
 void dt_comm_set_axis(dt_comm *comm, dt_axis axis) {
-    if (comm && axis >= DT_AXIS_NONE && axis < DT_AXES) comm->axis = axis;
+    if (!comm || axis < DT_AXIS_NONE || axis >= DT_AXES) return;
+    comm->axis = axis;
 }
 
 void dt_comm_set_algorithm(dt_comm *comm, dt_algorithm algorithm) {
@@ -5951,6 +6056,8 @@ static dt_comm *dt__comm_make(
     comm->group->ranks = comm->words + 2 * n;
     comm->group->size = n;
     dt__copy_name(comm->group->name, sizeof comm->group->name, name);
+    comm->base.ranks = comm->group->ranks;
+    comm->base.name = comm->group->name;
     for (int rank = 0; rank < of; rank++) {
         if (!parent)
             comm->group->ranks[rank] = rank;
@@ -5961,6 +6068,12 @@ static dt_comm *dt__comm_make(
     comm->next = world->comms;
     world->comms = comm;
     return comm;
+}
+
+/* Channels from this number on belong to groups without a place in the range. Smaller ones say
+   where in the arena their group lies. */
+static uint32_t dt__first_free_channel(const dt__shared *shared) {
+    return (uint32_t)(shared->group_arena_bytes / DT__CACHE_LINE) + 1;
 }
 
 /* Returns the group in the range that has this channel. */
@@ -5986,22 +6099,32 @@ static void dt__comm_use_shared(dt_comm *comm, uint32_t channel) {
     if (!comm->world->transport.send) comm->group->channel = channel;
 }
 
+/* Logs once, on rank 0 of the group that is split, that groups run their collectives as messages,
+   because the arena is full. */
+static void dt__note_full_arena(dt__world *world, const dt_comm *comm, const char *name) {
+    int is_known = world->is_arena_full;
+    world->is_arena_full = 1;
+    if (is_known || comm->base.rank != 0 || world->transport.send) return;
+    dt_log(world->ctx, DT_LOG_NOTICE,
+        "dt_comm_split(%s): the groups of %d splits have filled the shared memory for groups; the "
+        "collectives of this group and of later ones run as messages, which takes longer",
+        name, (int)DT_SHARED_SPLITS);
+}
+
 /* In the second gather word 0 is the rank's next free channel; the maximum becomes the channel of
-   the new groups over a transport. Word 1 is the channel of the group that the first rank of a new
-   group has made in the range; 0 if it makes none (the world has channel 0), -1 if there was no
-   capacity, so that over a transport the group runs its collectives as messages. */
-dt_comm *(dt_comm_split)(dt_comm *comm, int color, int key, const char *name) {
+   those new groups that have none in the range. Word 1 is the channel of the group that the first
+   rank of a new group has made in the range; 0 if it makes none (the world has channel 0), -1 if
+   there was no capacity, so that the group runs its collectives as messages. A group of one needs
+   none. */
+static dt_comm *dt__comm_split(dt_comm *comm, int color, int key, const char *name) {
     int32_t words[2] = { color < 0 ? -1 : color, key }, channel = 0, shared = 0, is_full = 0;
-    if (!comm) return NULL;
     dt__world *world = comm->world;
-    const char *file = world->file;
     if (dt__gather_words(comm, DT__SPLIT, words) != DT_OK) return NULL;
-    world->file = file; /* both gathers have the same call site */
     if (!name) name = "group";
     dt_comm *made = color >= 0 ? dt__comm_make(world, comm, color, name) : NULL;
     words[0] = (int32_t)world->channel_count;
     words[1] = 0;
-    if (made && made->base.rank == 0 && dt__is_on_node(made)) {
+    if (made && made->base.rank == 0 && made->base.size > 1 && dt__is_on_node(made)) {
         const dt__group *own = dt__group_make(world->shared, made->base.size, name);
         words[1] = own ? (int32_t)own->channel : -1;
     }
@@ -6012,20 +6135,24 @@ dt_comm *(dt_comm_split)(dt_comm *comm, int color, int key, const char *name) {
             shared = comm->words[2 * rank + 1];
         is_full |= comm->words[2 * rank + 1] < 0;
     }
-    if (is_full && !world->transport.send) {
-        dt__comm_fail(world, DT_ERR_MEM,
-            "dt_comm_split(%s) on %s: a run has room for %d splits of its world", name,
-            comm->group->name, (int)DT_MAX_SPLITS);
-        return NULL;
-    }
+    if (is_full) dt__note_full_arena(world, comm, name);
     world->channel_count = (uint32_t)channel + 1;
     if (made) made->group->channel = (uint32_t)channel;
-    if (shared > 0) dt__comm_use_shared(made, (uint32_t)shared);
+    /* ranks of other machines have no say in where this machine's ranks share memory */
+    if (shared > 0 && dt__is_on_node(made)) dt__comm_use_shared(made, (uint32_t)shared);
     if (comm->direct && comm->direct->split) { /* NCCL, for all groups of its world */
         if (made) made->direct = comm->direct;
         comm->direct->split(comm, made, color);
     }
     return dt_error(world->ctx) ? NULL : made;
+}
+
+dt_comm *(dt_comm_split)(dt_comm *comm, int color, int key, const char *name) {
+    if (!comm) return NULL;
+    dt_site outer = dt__site_open(comm->world->ctx);
+    dt_comm *made = dt__comm_split(comm, color, key, name);
+    dt__site_close(comm->world->ctx, outer);
+    return made;
 }
 
 // ==== 23. Shared memory: layout, heaps ==========================================================
@@ -6045,7 +6172,7 @@ static dt__shared *dt__shared_layout(dt__shared *shared, char *memory, size_t us
            groups = rings + dt__align_up(n * n * sizeof(dt__packet_ring *));
     /* in the worst case every split makes a group for each rank */
     size_t ring_arena =
-        groups + dt__group_bytes(shared->ranks) + (size_t)DT_MAX_SPLITS * n * dt__group_bytes(1);
+        groups + dt__group_bytes(shared->ranks) + (size_t)DT_SHARED_SPLITS * n * dt__group_bytes(1);
     size_t user = ring_arena + n * n * sizeof(dt__packet_ring),
            heaps = dt__align_page(user + dt__align_up(user_bytes));
     shared->group_arena_bytes = ring_arena - groups;
@@ -6091,9 +6218,7 @@ typedef struct dt__heap {
     dt__free_block list; /* the head of the list, an empty block */
 } dt__heap;
 
-static int dt__is_heap_class(dt_mem mem) {
-    return mem == DT_MEM_PARAMS || mem == DT_MEM_GRADS || mem == DT_MEM_ACTS || mem == DT_MEM_COMM;
-}
+static int dt__is_heap_class(dt_mem mem) { return mem != DT_MEM_HOST && mem != DT_MEM_OPTIM; }
 
 static void *dt__heap_alloc(void *user, size_t bytes, dt_mem mem) {
     dt__heap *heap = (dt__heap *)user;
@@ -6441,9 +6566,9 @@ DT_API dt_status dt_launch_find(dt_launch *out) {
 
    Each hello holds a nonce (the challenge), so a recorded proof is invalid in any other connection,
    and the side makes it invalid for the other side of the same one. (NIST, FIPS 180-4, 2015; H.
-   Krawczyk et al., RFC 2104, 1997; the mutual scheme of ISO/IEC 9798-4.) At a loopback address the
-   token may be empty. Traffic after the handshake is neither encrypted nor signed, so proofs do not
-   stop an attacker who can change packets in flight. */
+   Krawczyk et al., RFC 2104, 1997; the mutual scheme of ISO/IEC 9798-4.) Traffic after the
+   handshake is neither encrypted nor signed, so proofs do not stop an attacker who can change
+   packets in flight. */
 
 /* Zeroes a secret that is no longer needed: the token, its key, or data that reveal them. The
    pointer is volatile, because a compiler drops a memset of memory that is not read again. */
@@ -6558,13 +6683,15 @@ static int dt__equal_secrets(const uint8_t *a, const uint8_t *b, size_t bytes) {
 
 // ==== 26. Sockets and tokens =====================================================================
 
-/* TCP sockets of IPv4, and the token by which ranks prove that they belong to the job: a secret
-   that the ranks have in common, from dt_run_desc, a file or the environment. Its SHA-256 is the
-   key of the proofs. */
+/* TCP sockets of IPv4, and the secret by which ranks prove that they belong to the job. It is a
+   token that the user gives to all ranks, in dt_run_desc, a file or the environment; the token's
+   SHA-256 is the key of the proofs. Without a token, at a loopback address, the key is random: rank
+   0 makes it and gives it to the processes of its own user (the local key, below). */
 
 enum {
     DT__TCP_MIN_TOKEN_BYTES = 16,
     DT__TCP_TEXT_BYTES = 512,
+    DT__TCP_BACKLOG = 4096, /* if accept's queue is full, a connecting rank retries after 1 s */
     DT__TCP_SOCKET_FLAGS = SOCK_NONBLOCK | SOCK_CLOEXEC
 };
 
@@ -6713,8 +6840,10 @@ static size_t dt__tcp_token_file(const char *path, char *token, size_t capacity,
     return n > 0 ? (size_t)n : 0;
 }
 
-/* Computes the key of the proofs (HMAC) from the token. The caller must wipe the key. Returns 0 if
-   the token is missing or invalid; `why` (DT__TCP_TEXT_BYTES) then says what is wrong. */
+/* Makes the key of the proofs (HMAC), which the caller must wipe: from the token, or without one at
+   random. Returns 1 if there is a token, DT__TCP_NO_TOKEN if there is none and none is needed, and
+   0 if the token is missing or invalid; `why` (DT__TCP_TEXT_BYTES) then says what is wrong. */
+enum { DT__TCP_NO_TOKEN = 2 };
 static int dt__tcp_key(
     const dt_run_desc *desc, dt__tcp_address address, uint8_t key[32], char *why) {
     char buffer[4096];
@@ -6739,9 +6868,59 @@ static int dt__tcp_key(
             "they belong to the job, and there is no token. Make one: head -c 32 /dev/urandom | "
             "base64 > token; chmod 600 token; and start each rank with DT_TOKEN_FILE=token",
             dt__tcp_address_text(address).s);
-    if (!why[0]) dt__sha256_of(token, bytes, key);
+    else if (!token && getrandom(key, 32, 0) != 32)
+        snprintf(why, DT__TCP_TEXT_BYTES, "the system gives no random numbers (error %d)", errno);
+    if (token && !why[0]) dt__sha256_of(token, bytes, key);
     dt__wipe(buffer, sizeof buffer);
-    return !why[0];
+    return why[0] ? 0 : token ? 1 : DT__TCP_NO_TOKEN;
+}
+
+/* ---- the local key ---- */
+
+/* On the loopback any user of the machine could take the place of a rank that has not come yet. So
+   without a token the key of the proofs is a random number that rank 0 gives only to processes of
+   its own user:
+
+       rank 0                                            rank i
+       listens at the local socket, then at the
+       rendezvous                                     <- connects to the rendezvous: hello
+                                                      <- connects to the local socket
+       the caller has this user: the key              -> the listener has this user: reads the key
+       ...                                               the proofs of both sides (section 27)
+
+   The local socket is a Unix socket: the kernel tells each end the user of the process at the other
+   end (SO_PEERCRED). Its name contains the rendezvous and is abstract. It is no file, so nothing
+   remains of a rank that is killed, and like the loopback address it belongs to the network
+   namespace. Rank 0 makes it before it listens at the rendezvous. So a rank that reaches the
+   rendezvous but no local socket knows that rank 0 has a token, or is not a rank. */
+
+/* Returns a socket, bound to the name of the rendezvous if `is_listener` is 1, else connected to
+   it; -1 with errno set on failure. */
+static int dt__tcp_local_socket(dt__tcp_address rendezvous, int is_listener) {
+    struct sockaddr_un at;
+    memset(&at, 0, sizeof at);
+    at.sun_family = AF_UNIX; /* the name follows a zero byte */
+    int n = snprintf(at.sun_path + 1, sizeof at.sun_path - 1, "dt rendezvous %s",
+        dt__tcp_address_text(rendezvous).s);
+    socklen_t bytes = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)n);
+    int fd =
+        dt__io_guard_std_fds() == 0 ? socket(AF_UNIX, SOCK_STREAM | DT__TCP_SOCKET_FLAGS, 0) : -1;
+    if (fd < 0) return -1;
+    if (is_listener
+            ? bind(fd, (struct sockaddr *)&at, bytes) == 0 && listen(fd, DT__TCP_BACKLOG) == 0
+            : connect(fd, (struct sockaddr *)&at, bytes) == 0)
+        return fd;
+    return dt__tcp_close_failed(fd, errno);
+}
+
+/* Returns 1 if the process at the other end of a Unix socket has this process's user. Stores its
+   user in *user. */
+static int dt__tcp_is_same_user(int fd, uint32_t *user) {
+    uint32_t ids[3]; /* struct ucred, which libc declares only with _GNU_SOURCE: pid, user, group */
+    socklen_t bytes = sizeof ids;
+    int is_known = getsockopt(fd, SOL_SOCKET, SO_PEERCRED, ids, &bytes) == 0;
+    *user = is_known ? ids[1] : (uint32_t)-1;
+    return is_known && *user == (uint32_t)geteuid();
 }
 
 // ==== 27. Rendezvous ============================================================================
@@ -6776,7 +6955,6 @@ enum {
     /* 4 * ranks + DT__TCP_PENDING_SLOTS slots, but at most DT__TCP_MAX_PENDING_SLOTS */
     DT__TCP_PENDING_SLOTS = 256,
     DT__TCP_MAX_PENDING_SLOTS = 1024,
-    DT__TCP_BACKLOG = 4096, /* if accept's queue is full, a connecting rank retries after 1 s */
     DT__TCP_NAME_BYTES = 64
 };
 #define DT__TCP_PENDING_S 2.0 /* a pending connection is closed after this many seconds */
@@ -6840,8 +7018,11 @@ typedef struct dt__tcp_rendezvous {
     double timeout_s;
     dt__stopwatch watch; /* all deadlines use this clock */
     uint64_t job; /* the job's random number, made by rank 0; 0 if this rank does not know it yet */
-    const uint8_t *key;  /* (32) the HMAC key; this struct holds no copy of it */
-    int listener, slots; /* listener: the socket that accepts the higher ranks; -1: none */
+    uint8_t *key; /* (32) the HMAC key; this struct holds no copy of it */
+    int has_local_key; /* 1 if the ranks get the key at rank 0's local socket */
+    int local;         /* this socket, on rank 0 until all ranks have come; else -1 */
+    int listener;      /* the socket that accepts the higher ranks; -1: none */
+    int slots;
     long rejected;
     dt__text last_rejection;    /* why the last pending connection was rejected */
     dt__tcp_pending *pending;   /* (slots) */
@@ -6927,15 +7108,20 @@ static dt__text dt__tcp_rank_text(int rank, int pid, const char *host) {
 
 /* ---- pending connections ---- */
 
+/* Counts a rejected connection. who: its address or user. */
+static void dt__tcp_count_rejection(dt__tcp_rendezvous *r, const char *who, const char *why) {
+    r->last_rejection = dt__format("%.30s: %.150s", who, why);
+    if (r->rejected++ == 0)
+        dt_log(r->ctx, DT_LOG_NOTICE, "rank %d at %s rejects %s (others will only be counted)",
+            r->rank, dt__tcp_address_text(dt__tcp_own_address(r->listener)).s, r->last_rejection.s);
+}
+
 static void dt__tcp_reject(dt__tcp_rendezvous *r, dt__tcp_pending *p, const char *why) {
     close(p->fd);
     p->fd = -1;
     p->why = why;
-    if (p->state & DT__TCP_DIALLED) return;
-    r->last_rejection = dt__format("%.30s: %.150s", dt__tcp_address_text(p->address).s, why);
-    if (r->rejected++ == 0)
-        dt_log(r->ctx, DT_LOG_NOTICE, "rank %d at %s rejects %s (others will only be counted)",
-            r->rank, dt__tcp_address_text(dt__tcp_own_address(r->listener)).s, r->last_rejection.s);
+    if (p->state & DT__TCP_ACCEPTED)
+        dt__tcp_count_rejection(r, dt__tcp_address_text(p->address).s, why);
 }
 
 /* Sends a record, which fits into the empty buffer of a new connection. Returns 0 on failure. */
@@ -7122,7 +7308,30 @@ static void dt__tcp_accept_new(dt__tcp_rendezvous *r, double now) {
     }
 }
 
+/* Gives the key to the processes of this user that ask for it at the local socket. */
+static void dt__tcp_give_key(dt__tcp_rendezvous *r) {
+    for (int i = 0; i < r->slots && dt__io_guard_std_fds() == 0; i++) {
+        int fd = (int)syscall(SYS_accept4, r->local, NULL, NULL, DT__TCP_SOCKET_FLAGS);
+        uint32_t user;
+        if (fd < 0) return;
+        if (dt__tcp_is_same_user(fd, &user))
+            send(fd, r->key, 32, MSG_NOSIGNAL); /* fits into the empty buffer of the socket */
+        else
+            dt__tcp_count_rejection(
+                r, dt__format("user %u", user).s, "it asks for the key of another user's job");
+        close(fd);
+    }
+}
+
+/* Opens the local socket, if ranks get the key from it, and then the listener. */
 static dt_status dt__tcp_open_listener(dt__tcp_rendezvous *r, dt__tcp_address address) {
+    if (r->has_local_key && r->rank == 0) r->local = dt__tcp_local_socket(address, 1);
+    if (r->has_local_key && r->rank == 0 && r->local < 0)
+        return dt_fail(r->ctx, DT_ERR_COMM,
+            "cannot make the local socket of %s, where ranks of this user get the job's key: %s "
+            "(error %d). Use another port, or give all ranks a token (DT_TOKEN_FILE)",
+            dt__tcp_address_text(address).s,
+            errno == EADDRINUSE ? "another program has it" : "the system refuses it", errno);
     r->listener = dt__tcp_listen(address, DT__TCP_BACKLOG);
     if (r->listener >= 0) return DT_OK;
     return dt_fail(r->ctx, DT_ERR_COMM, "cannot listen at %s: %s (error %d)",
@@ -7134,6 +7343,8 @@ static dt_status dt__tcp_open_listener(dt__tcp_rendezvous *r, dt__tcp_address ad
 }
 
 static void dt__tcp_close_listener(dt__tcp_rendezvous *r) {
+    if (r->local >= 0) close(r->local);
+    r->local = -1;
     if (r->listener < 0) return;
     for (int i = 0; i < r->slots; i++)
         if (r->pending[i].fd >= 0) close(r->pending[i].fd);
@@ -7149,6 +7360,7 @@ static void dt__tcp_pause(dt__tcp_rendezvous *r, double seconds) {
     r->watch.host->sleep(r->watch.host->user, seconds);
     if (r->listener < 0 || !r->job) return;
     double now = dt__waited(&r->watch);
+    if (r->local >= 0) dt__tcp_give_key(r);
     dt__tcp_accept_new(r, now);
     for (int i = 0; i < r->slots; i++)
         if (r->pending[i].fd >= 0) dt__tcp_read_pending(r, &r->pending[i], now);
@@ -7185,6 +7397,23 @@ static dt_status dt__tcp_accept_ranks(dt__tcp_rendezvous *r) {
 
 /* ---- the dialling rank ---- */
 
+/* Sends or receives bytes on a link. Returns 0 if it is closed or the deadline has passed. */
+static int dt__tcp_transfer(
+    dt__tcp_rendezvous *r, int fd, int is_send, void *data, size_t bytes, double deadline) {
+    char *at = (char *)data, *end = at + bytes;
+    while (at < end) {
+        ssize_t n = is_send ? send(fd, at, (size_t)(end - at), MSG_NOSIGNAL)
+                            : recv(fd, at, (size_t)(end - at), 0);
+        if (n > 0)
+            at += n;
+        else if (n == 0 || !dt__tcp_would_block() || dt__waited(&r->watch) > deadline)
+            return 0;
+        else
+            dt__tcp_pause(r, 2e-4);
+    }
+    return 1;
+}
+
 /* Tries once to connect. Returns -1 with errno set on failure. Repeated calls of connect say what
    has become of the attempt. */
 static int dt__tcp_connect(dt__tcp_rendezvous *r, dt__tcp_address address, double deadline) {
@@ -7204,6 +7433,27 @@ static int dt__tcp_connect(dt__tcp_rendezvous *r, dt__tcp_address address, doubl
     return dt__tcp_close_failed(fd, ECONNREFUSED);
 }
 
+/* Gets the job's key from rank 0. Returns 1 if this rank has it, or if there is no local socket:
+   then this rank keeps its own random key, with which no proof is valid. Returns -1 if the context
+   has failed, and 0, with the *reason, if an attempt may be repeated. */
+static int dt__tcp_get_key(dt__tcp_rendezvous *r, double deadline, const char **reason) {
+    uint32_t user;
+    int fd = dt__tcp_local_socket(r->addresses[0], 0), is_got;
+    *reason = "its local socket does not answer";
+    if (fd < 0) return errno == ECONNREFUSED;
+    if (!dt__tcp_is_same_user(fd, &user)) {
+        close(fd);
+        dt_fail(r->ctx, DT_ERR_COMM,
+            "the local socket of %s is that of user %u, and this rank has user %u: ranks of "
+            "several users need a token, the same for all (DT_TOKEN_FILE)",
+            dt__tcp_address_text(r->addresses[0]).s, user, (unsigned)geteuid());
+        return -1;
+    }
+    is_got = dt__tcp_transfer(r, fd, 0, r->key, 32, deadline);
+    close(fd);
+    return is_got;
+}
+
 /* The caller's side of the handshake. Returns 1 if the rank has accepted this rank, -1 if the
    context has failed, and 0, with the *reason, if an attempt may be repeated. */
 static int dt__tcp_shake_hands(
@@ -7215,6 +7465,8 @@ static int dt__tcp_shake_hands(
         .address = r->addresses[rank] };
     p.ours = dt__tcp_handshake_make(r, DT__TCP_HELLO);
     dt__tcp_send_record(&p, &p.ours);
+    int has_key = rank > 0 || !r->has_local_key ? 1 : dt__tcp_get_key(r, deadline, reason);
+    if (has_key <= 0) return close(fd), has_key;
     while (p.fd >= 0)
         if (!dt__tcp_read_pending(r, &p, dt__waited(&r->watch))) dt__tcp_pause(r, 2e-4);
     *reason = p.why;
@@ -7251,23 +7503,6 @@ static dt_status dt__tcp_dial(dt__tcp_rendezvous *r, int rank) {
 
 /* ---- the rendezvous ---- */
 
-/* Sends or receives bytes on a link. Returns 0 if it is closed or the deadline has passed. */
-static int dt__tcp_transfer(
-    dt__tcp_rendezvous *r, int fd, int is_send, void *data, size_t bytes, double deadline) {
-    char *at = (char *)data, *end = at + bytes;
-    while (at < end) {
-        ssize_t n = is_send ? send(fd, at, (size_t)(end - at), MSG_NOSIGNAL)
-                            : recv(fd, at, (size_t)(end - at), 0);
-        if (n > 0)
-            at += n;
-        else if (n == 0 || !dt__tcp_would_block() || dt__waited(&r->watch) > deadline)
-            return 0;
-        else
-            dt__tcp_pause(r, 2e-4);
-    }
-    return 1;
-}
-
 static dt_status dt__tcp_lost_link(dt__tcp_rendezvous *r, int rank) {
     const dt__tcp_link *link = &r->links[rank];
     return dt_fail(r->ctx, DT_ERR_PEER, "connection to %s was lost at the rendezvous",
@@ -7276,7 +7511,14 @@ static dt_status dt__tcp_lost_link(dt__tcp_rendezvous *r, int rank) {
 
 /* Rank 0 accepts a connection from each rank, then sends the table and the addresses to each. */
 static void dt__tcp_host_rendezvous(dt__tcp_rendezvous *r) {
-    if (r->listener < 0 && dt__tcp_open_listener(r, r->addresses[0]) != DT_OK) return;
+    if (r->listener < 0) {
+        if (dt__tcp_open_listener(r, r->addresses[0]) != DT_OK) return;
+        if (!dt__tcp_is_loopback(r->addresses[0]))
+            dt_log(r->ctx, DT_LOG_NOTICE,
+                "%s: the data of the ranks will be neither encrypted nor signed; use a network "
+                "that you trust",
+                dt__tcp_address_text(r->addresses[0]).s);
+    }
     dt__tcp_random(r, &r->job, sizeof r->job);
     r->job |= 1;
     dt__tcp_accept_ranks(r);
@@ -7320,10 +7562,11 @@ static void dt__tcp_join_rendezvous(dt__tcp_rendezvous *r) {
 }
 
 /* Rendezvous: connects this rank to all others, links[0 .. desc->ranks). Returns rank 0's
-   dt_run_desc.check. After a failure some links may be connected. listening: rank 0's listening
-   socket if it is open already, else -1. */
+   dt_run_desc.check. After a failure some links may be connected. has_local_key: 1 if the ranks get
+   the key from rank 0, which has it here. listening: rank 0's listening socket if it is open
+   already, else -1. */
 static int dt__tcp_meet(dt_ctx *ctx, const dt_run_desc *desc, dt__tcp_address rendezvous,
-    const uint8_t key[32], int listening, dt__tcp_link *links) {
+    uint8_t key[32], int has_local_key, int listening, dt__tcp_link *links) {
     dt__tcp_rendezvous r = { .ctx = ctx,
         .rank = desc->rank,
         .size = desc->ranks,
@@ -7331,6 +7574,8 @@ static int dt__tcp_meet(dt_ctx *ctx, const dt_run_desc *desc, dt__tcp_address re
         .timeout_s = desc->timeout_s,
         .watch = dt__stopwatch_start(dt_ctx_host(ctx), desc->timeout_s),
         .key = key,
+        .has_local_key = has_local_key,
+        .local = -1,
         .listener = listening,
         .links = links };
     int slots = 4 * r.size + DT__TCP_PENDING_SLOTS;
@@ -7825,10 +8070,9 @@ static void dt__world_failed(
     dt_ctx *ctx, const dt_attach_desc *desc, const dt__node *node, dt__shared *shared);
 
 /* Connects this rank to all other ranks. On failure fails the context, which ends the waits of the
-   ranks that are connected, and returns NULL. listening: a listening socket if rank 0 has already
-   opened one, else -1. */
+   ranks that are connected, and returns NULL. Arguments as of dt__tcp_meet. */
 static dt__tcp *dt__tcp_make(dt_ctx *ctx, const dt_run_desc *desc, dt__tcp_address rendezvous,
-    const uint8_t key[32], int listening) {
+    uint8_t key[32], int has_local_key, int listening) {
     size_t bytes = dt__tcp_bytes(desc->ranks);
     dt__tcp *t = (dt__tcp *)dt_alloc(ctx, DT_MEM_HOST, bytes, "connections");
     if (listening >= 0 && (!t || desc->ranks == 1)) close(listening);
@@ -7843,7 +8087,8 @@ static dt__tcp *dt__tcp_make(dt_ctx *ctx, const dt_run_desc *desc, dt__tcp_addre
     t->links = (dt__tcp_link *)(void *)(t->polls + t->size);
     t->input = (char *)t + bytes - DT__TCP_INPUT_BYTES;
     t->links[t->rank].fd = -1;
-    if (t->size > 1) t->check = dt__tcp_meet(ctx, desc, rendezvous, key, listening, t->links);
+    if (t->size > 1)
+        t->check = dt__tcp_meet(ctx, desc, rendezvous, key, has_local_key, listening, t->links);
     for (int rank = 0; rank < t->size; rank++) t->peers[rank].fd = t->links[rank].fd;
     if (dt_error(ctx) == DT_OK) return t;
     dt_transport transport = dt__tcp_transport(t);
@@ -8167,11 +8412,14 @@ static int dt__mpi_agree(dt__mpi *mpi, double until) {
             until))
         return 0;
     mpi->has_met = mpi->tcp != NULL; /* else this is the beginning of the run */
-    return mpi->first_failed == mpi->size ||
-           dt__mpi_come(mpi,
-               MPI_Ibcast(&mpi->report, (int)sizeof mpi->report, MPI_BYTE, mpi->first_failed,
-                   mpi->packets, &mpi->request),
-               dt__mpi_deadline(mpi));
+    if (mpi->first_failed == mpi->size) return 1;
+    int came = dt__mpi_come(mpi,
+        MPI_Ibcast(&mpi->report, (int)sizeof mpi->report, MPI_BYTE, mpi->first_failed, mpi->packets,
+            &mpi->request),
+        dt__mpi_deadline(mpi));
+    mpi->report.text[sizeof mpi->report.text - 1] = 0;
+    dt__escape(mpi->report.text, sizeof mpi->report.text);
+    return came;
 }
 
 /* ---- begin: ranks of one machine ---- */
@@ -8261,7 +8509,7 @@ static void dt__mpi_map_segment(dt__mpi *mpi, const dt__mpi_info *first) {
 static void dt__mpi_listen(dt__mpi *mpi, const dt_run_desc *desc, int all_near, char *why) {
     dt__mpi_info *mine = &mpi->infos[0];
     dt__tcp_address *at = &mine->rendezvous;
-    /* needs no token, because the key is random too */
+    /* MPI carries the key to the other ranks, so none needs a token to get it */
     const dt__tcp_address loopback = { htonl(INADDR_LOOPBACK), 0 };
     /* makes the key valid for this run only, because MPI may store messages */
     uint8_t random[32] = { 0 };
@@ -8404,7 +8652,7 @@ static int dt__mpi_connect(dt__mpi *mpi, dt_run_desc desc) {
     desc.rank = mpi->rank;
     if (all_came && !mpi->report.status)
         mpi->tcp = dt__tcp_make(
-            mpi->ctx, &desc, mpi->infos[0].rendezvous, mpi->infos[0].key, mpi->listener);
+            mpi->ctx, &desc, mpi->infos[0].rendezvous, mpi->infos[0].key, 0, mpi->listener);
     else if (mpi->listener >= 0)
         close(mpi->listener);
     dt__wipe(mpi->infos, (size_t)mpi->size * sizeof *mpi->infos);
@@ -8538,7 +8786,7 @@ static dt__world *dt__world_make(
     world->node = node;
     world->is_thread = desc->team && !shared->separate_memory;
     if (!desc->team) world->transport = *desc->transport;
-    world->channel_count = 1;
+    world->channel_count = dt__first_free_channel(shared);
     __atomic_store_n(&world->state->waits_for, DT_ANY, __ATOMIC_RELAXED);
     __atomic_store_n(&world->state->pid, (int)getpid(), __ATOMIC_RELAXED);
     __atomic_store_n(&world->state->tid, (int)syscall(SYS_gettid), __ATOMIC_RELAXED);
@@ -8684,7 +8932,7 @@ static dt__text dt__unreceived_text(const dt__frame *frame, int from, int to, co
     if (frame->seq)
         return dt__format("rank %d ended without calling %s #%llu on %s, which rank %d calls%s", to,
             dt__call_text(&call).s, (unsigned long long)frame->seq, group, from,
-            dt__site_text(frame->file, frame->line).s);
+            dt__frame_site(frame).s);
     return dt__format("rank %d: rank %d ended without receiving %s x %zu with tag %d on %s", from,
         to, dt_dtype_name(call.dtype), call.count, frame->tag, group);
 }
@@ -8705,6 +8953,7 @@ static void dt__note_unreceived(dt__world *world) {
                       world->rank, (unsigned long long)a->frame.bytes, a->frame.tag, a->from)
                 : dt__unreceived_text(
                       &a->frame, a->from, world->rank, comm ? comm->group->name : "?");
+        dt__escape(text.s, sizeof text.s); /* no context escapes it */
         dt__copy_name(shared->unreceived.text, sizeof shared->unreceived.text, text.s);
         shared->unreceived.rank = world->transport.send ? world->rank : a->from;
         shared->unreceived.status = DT_ERR_COMM;
@@ -9011,7 +9260,9 @@ dt_status dt_team_free(dt_team *team) {
                 (frame->kind == DT__EAGER || frame->kind == DT__ANNOUNCE))
                 dt__run_fail(team, (int)(i % ranks), DT_ERR_COMM, "%s",
                     dt__unreceived_text(frame, (int)(i % ranks), (int)(i / ranks),
-                        dt__shared_group(shared, frame->channel)->name)
+                        frame->channel < dt__first_free_channel(shared)
+                            ? dt__shared_group(shared, frame->channel)->name
+                            : "a group")
                         .s);
         }
     }
@@ -9132,11 +9383,16 @@ static void dt__process_gone(const dt__rank_job *job, int known, int status) {
     for (int i = 0; i < 8; i++)
         if (signals[i].number == number) name = signals[i].name;
     dt__text end =
-        !known   ? dt__format("was lost; its exit status is not known, because its parent ignores "
-                                "SIGCHLD or reaped it elsewhere")
-        : number ? dt__format("was ended by signal %d%s%s", number, name,
-                       oom ? ": out of memory, killed by the kernel (cgroup)" : "")
-                 : dt__format("exited with status %d in its rank function", WEXITSTATUS(status));
+        !known ? dt__format("was lost; its exit status is not known, because its parent ignores "
+                            "SIGCHLD or reaped it elsewhere")
+        : number
+            ? dt__format("was ended by signal %d%s%s", number, name,
+                  oom ? ": out of memory, killed by the kernel (cgroup)"
+                  : number == SIGSEGV && state->params_sharded
+                      ? "; perhaps the program read a parameter's data, which at ZeRO-3 is NULL "
+                        "outside of its block: use dt_data or dt_read"
+                      : "")
+            : dt__format("exited with status %d in its rank function", WEXITSTATUS(status));
     /* the process died while it wrote the record: its claim is void */
     if (__atomic_load_n(&shared->claimed, __ATOMIC_SEQ_CST) == rank + 2 && !dt__aborted(shared))
         __atomic_store_n(&shared->claimed, 0, __ATOMIC_SEQ_CST);
@@ -9236,11 +9492,11 @@ static void dt__run_report(dt_team *run, const dt_ctx *ctx, int rank) {
 }
 
 /* Runs this process as one rank of a job over TCP. Wipes the key. */
-static void dt__tcp_rank(
-    dt_team *run, dt__rank_job *job, dt__tcp_address rendezvous, uint8_t key[32]) {
+static void dt__tcp_rank(dt_team *run, dt__rank_job *job, dt__tcp_address rendezvous,
+    uint8_t key[32], int has_local_key) {
     int rank = run->desc.rank;
     dt_ctx *ctx = job->ctx = dt__rank_ctx(&run->desc, rank, run->desc.host);
-    dt__tcp *t = ctx ? dt__tcp_make(ctx, &run->desc, rendezvous, key, -1) : NULL;
+    dt__tcp *t = ctx ? dt__tcp_make(ctx, &run->desc, rendezvous, key, has_local_key, -1) : NULL;
     dt_transport transport = dt__tcp_transport(t);
     dt__wipe(key, 32);
     if (t) {
@@ -9258,6 +9514,7 @@ static void dt__run_tcp(dt_team *run, dt__rank_job *job) {
     const dt_run_desc *desc = &run->desc;
     dt__tcp_address rendezvous;
     uint8_t key[32];
+    int got;
     char why[DT__TCP_TEXT_BYTES];
     if (!dt__run_valid(run, 0)) return;
     if (desc->rank < 0 || desc->rank >= desc->ranks)
@@ -9271,10 +9528,10 @@ static void dt__run_tcp(dt_team *run, dt__rank_job *job) {
         dt__run_fail(run, -1, DT_ERR_UNSUPPORTED,
             "dt_run: backend %s does not reach the memory of a device without queues",
             dt__backend_name(desc->backend));
-    else if (!dt__tcp_key(desc, rendezvous, key, why))
+    else if (!(got = dt__tcp_key(desc, rendezvous, key, why)))
         dt__run_fail(run, -1, DT_ERR_ARG, "dt_run: %s", why);
     else
-        dt__tcp_rank(run, job, rendezvous, key);
+        dt__tcp_rank(run, job, rendezvous, key, got == DT__TCP_NO_TOKEN);
 }
 
 #ifdef DT_USE_MPI
@@ -9816,7 +10073,13 @@ static void dt__trace_join(dt__trace_out *out) {
         if (dt__trace_gather(out) != DT_OK) return;
         more = 0;
         for (int rank = 0; rank < out->world->size; rank++) {
-            out->used = (size_t)out->all[rank].text_bytes;
+            double bytes = out->all[rank].text_bytes;
+            if (!(bytes >= 0 && bytes <= (double)DT__TRACE_TEXT)) {
+                dt__comm_fail(out->world, DT_ERR_COMM,
+                    "dt_trace_write: rank %d has %g bytes in a piece of its text", rank, bytes);
+                return;
+            }
+            out->used = (size_t)bytes;
             size_t n = out->used / sizeof(double);
             if (n == 0) continue;
             more = 1;
@@ -9907,7 +10170,8 @@ DT__CPP_WARNINGS_ON
 #endif /* DT_COMM_IMPL */
 
 /* HISTORY
-     0.2.0   new names (old -> new): dt_run_desc.ask -> status_request, dt_run_desc.faults ->
+     0.2.0   DT_MAX_SPLITS -> DT_SHARED_SPLITS: no longer a limit. DT_U8, DT_I64, DT_NO_KERNELS
+             new names (old -> new): dt_run_desc.ask -> status_request, dt_run_desc.faults ->
              read_fault_env, dt_launch.by -> launcher, DT_NCCL_WIDE -> DT_NCCL_F32_WINDOW,
              DT_NCCL_LEAST -> DT_NCCL_MIN_BYTES
              dt_report.left_behind; every overlap of buffers in an all-to-all is an error

@@ -413,11 +413,29 @@ struct f16 {
 static __device__ float widen(float x) { return x; }
 static __device__ double widen(double x) { return x; }
 static __device__ int widen(int x) { return x; }
+static __device__ int64_t widen(int64_t x) { return x; }
+static __device__ uint8_t widen(uint8_t x) { return x; }
 static __device__ float widen(bf16 x) { return __uint_as_float((unsigned)x.bits << 16); }
 
 static __device__ void round_to(float *out, float x) { *out = x; }
 static __device__ void round_to(double *out, double x) { *out = x; }
 static __device__ void round_to(int *out, int x) { *out = x; }
+static __device__ void round_to(int64_t *out, int64_t x) { *out = x; }
+static __device__ void round_to(uint8_t *out, uint8_t x) { *out = x; }
+
+/* Converts to an integer type: toward zero, to the nearest value of the type if x lies outside its
+   range, and NaN to 0. */
+static __host__ __device__ void saturate(int *out, double x) {
+    x = x != x ? 0 : x > 2147483647.0 ? 2147483647.0 : x < -2147483648.0 ? -2147483648.0 : x;
+    *out = (int)x;
+}
+static __host__ __device__ void saturate(int64_t *out, double x) {
+    const double limit = 9223372036854775808.0; /* 2^63, which is too large by 1 */
+    *out = x != x ? 0 : x >= limit ? INT64_MAX : x <= -limit ? INT64_MIN : (int64_t)x;
+}
+static __host__ __device__ void saturate(uint8_t *out, double x) {
+    *out = (uint8_t)(x > 0 ? (x < 255 ? x : 255) : 0);
+}
 
 /* Rounds to nearest, ties to even. GPUs since sm_80 have an instruction for this rounding. The code
    for other devices does not round a NaN but makes the NaN quiet, because rounding up could carry
@@ -730,13 +748,23 @@ template <class T, class Value> static dt_status fill(const dt_fill_args *a, voi
     return launch_status();
 }
 
+template <class T> static dt_status fill_integers(const dt_fill_args *a, void *stream) {
+    T value;
+    saturate(&value, a->value);
+    DTK_LAUNCH(
+        (fill_kernel<T, T>), a->count, BLOCK * vec<T>::N, stream, (T *)a->out, a->count, value);
+    return launch_status();
+}
+
 static dt_status cuda_fill(const dt_fill_args *a, void *stream) {
     switch (a->dtype) {
     case DT_F32: return fill<float, float>(a, stream);
     case DT_BF16: return fill<bf16, float>(a, stream);
     case DT_F16: return fill<f16, float>(a, stream);
     case DT_F64: return fill<double, double>(a, stream);
-    case DT_I32: return fill<int, int>(a, stream);
+    case DT_I32: return fill_integers<int>(a, stream);
+    case DT_U8: return fill_integers<uint8_t>(a, stream);
+    case DT_I64: return fill_integers<int64_t>(a, stream);
     }
     return DT_ERR_UNSUPPORTED;
 }
@@ -787,13 +815,21 @@ struct reduce_inputs {
     bool aligned;
 };
 
-/* Sums and products. An int result that overflows wraps around, as on the CPU. */
+/* Sums and products. An integer result that overflows wraps around, as on the CPU. */
 static __device__ float plus(float a, float b) { return a + b; }
 static __device__ double plus(double a, double b) { return a + b; }
 static __device__ int plus(int a, int b) { return (int)((unsigned)a + (unsigned)b); }
+static __device__ int64_t plus(int64_t a, int64_t b) {
+    return (int64_t)((uint64_t)a + (uint64_t)b);
+}
+static __device__ uint8_t plus(uint8_t a, uint8_t b) { return (uint8_t)(a + b); }
 static __device__ float times(float a, float b) { return a * b; }
 static __device__ double times(double a, double b) { return a * b; }
 static __device__ int times(int a, int b) { return (int)((unsigned)a * (unsigned)b); }
+static __device__ int64_t times(int64_t a, int64_t b) {
+    return (int64_t)((uint64_t)a * (uint64_t)b);
+}
+static __device__ uint8_t times(uint8_t a, uint8_t b) { return (uint8_t)(a * b); }
 
 template <class T> static __device__ T reduce_pair(dt_op op, T a, T b) {
     switch (op) {
@@ -820,7 +856,8 @@ DTK_KERNEL __launch_bounds__(BLOCK) reduce_kernel(T *out, size_t count, reduce_i
             x = load_vec<N>((const T *)in.p[r] + i);
             for (int k = 0; k < N; k++) sum[k] = reduce_pair(in.op, sum[k], (Number)widen(x.v[k]));
         }
-        for (int k = 0; k < N && in.divisor > 0; k++) sum[k] /= (Number)in.divisor;
+        /* a uint8_t is divided as an int, because the number of inputs may not fit into it */
+        for (int k = 0; k < N && in.divisor > 0; k++) sum[k] = (Number)(sum[k] / in.divisor);
         for (int k = 0; k < N; k++) round_to(&x.v[k], sum[k]);
         store_vec(out + i, x);
     });
@@ -860,6 +897,8 @@ static dt_status cuda_reduce(const dt_reduce_args *a, void *stream) {
     case DT_F16: return reduce<f16, float>(a, stream);
     case DT_F64: return reduce<double, double>(a, stream);
     case DT_I32: return reduce<int, int>(a, stream);
+    case DT_U8: return reduce<uint8_t, uint8_t>(a, stream);
+    case DT_I64: return reduce<int64_t, int64_t>(a, stream);
     }
     return DT_ERR_UNSUPPORTED;
 }
@@ -1057,6 +1096,8 @@ static dt_status cuda_permute(const dt_permute_args *a, void *stream) {
     case DT_F16: return permute<f16, uint16_t>(a, stream);
     case DT_F64: return permute<double, uint64_t>(a, stream);
     case DT_I32: return permute<int, unsigned>(a, stream);
+    case DT_U8: return permute<uint8_t, uint8_t>(a, stream);
+    case DT_I64: return permute<int64_t, uint64_t>(a, stream);
     }
     return DT_ERR_UNSUPPORTED;
 }
@@ -1282,7 +1323,7 @@ DTK_TABLE_ENTRY(glu_back)
 // ==== 7. Cast ===================================================================================
 
 /* A cast gives the same bits as on the CPU. The value is first converted to double, which
-   represents every value of the other types exactly. A double is converted to a 16-bit type in two
+   represents every value of the other types exactly, except of i64 (see odd_double). A double is converted to a 16-bit type in two
    steps. The first step rounds to float. If the double lies between two floats, this step chooses
    the float whose last bit is 1 (rounding to odd). The second step rounds the float to 16 bits. The
    result is the same as after a single rounding. */
@@ -1299,16 +1340,29 @@ template <class T> static __device__ void convert(T *out, double x) {
 static __device__ void convert(float *out, double x) { *out = (float)x; }
 static __device__ void convert(double *out, double x) { *out = x; }
 
-static __device__ void convert(int *out, double x) {
-    x = x != x ? 0 : x > 2147483647.0 ? 2147483647.0 : x < -2147483648.0 ? -2147483648.0 : x;
-    *out = (int)x;
+static __device__ void convert(int *out, double x) { saturate(out, x); }
+static __device__ void convert(int64_t *out, double x) { saturate(out, x); }
+static __device__ void convert(uint8_t *out, double x) { saturate(out, x); }
+
+/* Converts to double and rounds to odd an integer beyond 2^53, as on the CPU (dt__i64_to_odd). */
+static __device__ double odd_double(int64_t x) {
+    bool is_exact = x >= -(1ll << 53) && x <= 1ll << 53;
+    return (double)(is_exact ? x : (x & ~2047ll) | (x & 2047 ? 2048 : 0));
 }
 
 /* A value of type f32, bf16 or f16 is converted to f32, bf16 or f16 without a double in between. */
 template <class T> static __device__ void convert(T *out, float x) { round_to(out, x); }
 static __device__ void convert(double *out, float x) { *out = (double)x; }
 static __device__ void convert(int *out, float x) { convert(out, (double)x); }
+static __device__ void convert(int64_t *out, float x) { convert(out, (double)x); }
+static __device__ void convert(uint8_t *out, float x) { convert(out, (double)x); }
 template <class T> static __device__ void convert(T *out, int x) { convert(out, (double)x); }
+template <class T> static __device__ void convert(T *out, uint8_t x) { convert(out, (double)x); }
+template <class T> static __device__ void convert(T *out, int64_t x) {
+    convert(out, odd_double(x));
+}
+static __device__ void convert(double *out, int64_t x) { *out = (double)x; }
+static __device__ void convert(int64_t *out, int64_t x) { *out = x; }
 
 /* Converts a vec element by element. From float to bf16 or f16 it calls round_to for the whole vec,
    which converts two elements per instruction. */
@@ -1330,6 +1384,10 @@ template <class To, class X, class Y> static __device__ double exact_sum(To *, X
     return (double)x + (double)y;
 }
 static __device__ float exact_sum(float *, float x, float y) { return x + y; }
+template <class To, class Y> static __device__ double exact_sum(To *, int64_t x, Y y) {
+    return odd_double(x) + (double)y;
+}
+static __device__ double exact_sum(double *, int64_t x, double y) { return (double)x + y; }
 
 /* A thread converts MAX_N elements at a time. They take 16 bytes in the larger of the two types, so
    that a warp's accesses to both arrays have no gaps. */
@@ -1363,17 +1421,23 @@ template <class To> static dt_status cast_to(const dt_cast_args *a, void *stream
     case DT_F16: return cast<To, f16>(a, stream);
     case DT_F64: return cast<To, double>(a, stream);
     case DT_I32: return cast<To, int>(a, stream);
+    case DT_U8: return cast<To, uint8_t>(a, stream);
+    case DT_I64: return cast<To, int64_t>(a, stream);
     }
     return DT_ERR_UNSUPPORTED;
 }
 
 static dt_status cuda_cast(const dt_cast_args *a, void *stream) {
+    if (a->accumulate && (a->dtype == DT_I32 || a->dtype == DT_U8 || a->dtype == DT_I64))
+        return DT_ERR_UNSUPPORTED;
     switch (a->dtype) {
     case DT_F32: return cast_to<float>(a, stream);
     case DT_BF16: return cast_to<bf16>(a, stream);
     case DT_F16: return cast_to<f16>(a, stream);
     case DT_F64: return cast_to<double>(a, stream);
-    case DT_I32: return a->accumulate ? DT_ERR_UNSUPPORTED : cast_to<int>(a, stream);
+    case DT_I32: return cast_to<int>(a, stream);
+    case DT_U8: return cast_to<uint8_t>(a, stream);
+    case DT_I64: return cast_to<int64_t>(a, stream);
     }
     return DT_ERR_UNSUPPORTED;
 }
@@ -1612,9 +1676,11 @@ static __device__ bool is_valid_index(int64_t index, int64_t begin, int64_t end,
     return false;
 }
 
-/* Each thread computes one maximum over n elements. As on the CPU, a NaN is the maximum only if it
-   is the first of the n elements. The kernel is slow if n exceeds a few thousand and inner is 1,
-   because adjacent threads then read addresses n elements apart. */
+/* The order of max and topk, in which a NaN is greater than all numbers. */
+static __device__ bool is_greater(float a, float b) { return a > b || (a != a && b == b); }
+
+/* Each thread computes one maximum over n elements. The kernel is slow if n exceeds a few thousand
+   and inner is 1, because adjacent threads then read addresses n elements apart. */
 template <class T> DTK_KERNEL __launch_bounds__(BLOCK) max_kernel(dt_max_args a) {
     for (size_t i = grid_first(1); i < a.outer * a.inner; i += grid_step(1)) {
         const T *in = (const T *)a.in + i / a.inner * a.n * a.inner + i % a.inner;
@@ -1622,7 +1688,7 @@ template <class T> DTK_KERNEL __launch_bounds__(BLOCK) max_kernel(dt_max_args a)
         int32_t index = 0;
         for (size_t j = 1; j < a.n; j++) {
             float x = widen(in[j * a.inner]);
-            if (!(x > best)) continue;
+            if (!is_greater(x, best)) continue;
             best = x;
             index = (int32_t)j;
         }
@@ -1651,7 +1717,7 @@ template <class T> DTK_KERNEL __launch_bounds__(BLOCK) topk_kernel(dt_topk_args 
         int32_t *index = a.index + r * a.k;
         for (size_t c = 0; c < a.cols; c++) {
             size_t at = c < a.k ? c : a.k; /* place of column c in the list; first the list's end */
-            while (at > 0 && widen(x[c]) > widen(x[index[at - 1]])) {
+            while (at > 0 && is_greater(widen(x[c]), widen(x[index[at - 1]]))) {
                 if (at < a.k) index[at] = index[at - 1];
                 at--;
             }
@@ -2282,7 +2348,9 @@ static dt_status cuda_init(const dt_init_args *a, void *stream) {
     case DT_BF16: return init<bf16, float>(a, stream);
     case DT_F16: return init<f16, float>(a, stream);
     case DT_F64: return init<double, double>(a, stream);
-    case DT_I32: break;
+    case DT_I32:
+    case DT_U8:
+    case DT_I64: break;
     }
     return DT_ERR_UNSUPPORTED;
 }
@@ -5752,6 +5820,8 @@ static ncclDataType_t nccl_type(dt_dtype dtype) {
     case DT_BF16: return ncclBfloat16;
     case DT_F16: return ncclFloat16;
     case DT_I32: return ncclInt32;
+    case DT_U8: return ncclUint8;
+    case DT_I64: return ncclInt64;
     case DT_F64: return ncclFloat64;
     default: return ncclFloat32;
     }
@@ -5768,7 +5838,14 @@ static ncclRedOp_t nccl_op(dt_op op) {
 }
 
 static size_t nccl_type_bytes(dt_dtype dtype) {
-    return dtype == DT_F64 ? 8 : dtype == DT_BF16 || dtype == DT_F16 ? 2 : 4;
+    switch (dtype) {
+    case DT_F64:
+    case DT_I64: return 8;
+    case DT_BF16:
+    case DT_F16: return 2;
+    case DT_U8: return 1;
+    default: return 4;
+    }
 }
 
 /* Returns the address of element i of a buffer. */

@@ -150,26 +150,8 @@ DT_API dt_mesh dt_mesh_make(dt_ctx *ctx, dt_mesh_desc desc);
 
 // ==== 2. Placements =============================================================================
 
-/* How a tensor is placed over a group of N ranks. In code the placements are DT_REPLICATE, DT_COPY,
-   DT_SHARD(dim) and DT_PARTIAL:
-
-       REPLICATE   every rank has the whole value and the whole gradient
-       COPY        every rank has the whole value; each rank's gradient is a partial sum, and the
-                   gradient of the tensor is the sum over the ranks
-       SHARD(dim)  rank r has shard r of N equal shards along dim
-       PARTIAL     each rank's value is a partial sum, and the value of the tensor is the sum over
-                   the ranks; every rank has the whole gradient
-
-   The gradient of a COPY tensor is PARTIAL, and the gradient of a PARTIAL tensor is COPY. The
-   gradient of a REPLICATE or SHARD tensor has the same placement as the tensor. */
-enum { DT_PLACEMENT_REPLICATE = 0, DT_PLACEMENT_COPY, DT_PLACEMENT_SHARD, DT_PLACEMENT_PARTIAL };
-typedef struct dt_placement {
-    int kind, dim;
-} dt_placement;
-#define DT_REPLICATE (DT__LITERAL(dt_placement){ DT_PLACEMENT_REPLICATE, 0 })
-#define DT_COPY (DT__LITERAL(dt_placement){ DT_PLACEMENT_COPY, 0 })
-#define DT_PARTIAL (DT__LITERAL(dt_placement){ DT_PLACEMENT_PARTIAL, 0 })
-#define DT_SHARD(dim) (DT__LITERAL(dt_placement){ DT_PLACEMENT_SHARD, (dim) })
+/* Section 5 of dt_tensor.h defines the placements of a tensor over a group: DT_REPLICATE, DT_COPY,
+   DT_SHARD(dim) and DT_PARTIAL. Ops compute with them, and dt_redistribute changes them. */
 
 /* [collective: comm] Redistributes x from one placement to another; Megatron-LM's f and g operators
    are rows of the table below. Returns x itself if the group has one rank or if `from` and `to` are
@@ -192,8 +174,9 @@ typedef struct dt_placement {
    Let dual(p) be the placement of the gradient of a tensor with placement p. The backward of the
    row p -> q is then the row dual(q) -> dual(p) of the same table. The function fails with
    DT_ERR_SHAPE if the number of ranks does not divide a sharded dimension, and with
-   DT_ERR_UNSUPPORTED if the table has no row for `from` and `to`. Megatron: arXiv:1909.08053 and
-   arXiv:2205.05198. Ulysses: arXiv:2309.14509. */
+   DT_ERR_UNSUPPORTED if the table has no row for `from` and `to`, and with DT_ERR_ARG if x is known
+   to have another placement than `from`. Megatron: arXiv:1909.08053 and arXiv:2205.05198. Ulysses:
+   arXiv:2309.14509. */
 DT_API dt_tensor *dt_redistribute(dt_tensor *x, dt_comm *comm, dt_placement from, dt_placement to);
 /* [collective: comm] All-to-all of rows, with unequal counts. x (S,..) holds the rows for rank 0 of
    the group, then those for rank 1, and so on: send_counts[r] rows for rank r, with the sum S.
@@ -444,7 +427,7 @@ typedef struct dt_route_desc {
        choices are served before all second choices, and so on; among the first (second, ..)
        choices, tokens are served in the order of the sequence. A choice beyond the capacity is
        dropped: the token gets nothing from that expert, and the weights of its other experts do not
-       change */
+       change. The tensors of an expert then take the memory of its capacity in every step */
     double capacity;
     /* weight of the load-balancing loss. The loss is the mean over sequences of E times the sum
        over experts e of f_e P_e. f_e is the fraction of all choices, including dropped ones, that
@@ -483,6 +466,8 @@ typedef struct dt_routing {
     dt_tensor *gates;
     /* (B,T,k) in host memory: each token's experts, best first; -1 for a dropped choice */
     int32_t *choices;
+    /* the most choices of one sequence that an expert takes from this rank; 0: no limit */
+    int64_t max_choices;
     /* dt_dispatch sets the fields below; `exchange` is private. */
     int64_t rows;          /* number of rows that this rank's experts received */
     int64_t local_experts; /* number of experts on this rank */
@@ -561,13 +546,14 @@ DT_API dt_status dt_route_update_bias(
    in groups of G (A. Grattafiori et al., arXiv:2407.21783), so every m is possible. If m >= p, G is
    any number from p to m for which m % G is 0 or at least p. If m < p, G is m.
 
-   A slot holds one micro-batch of one chunk: from F to B or W it holds everything that the backward
-   needs, and from I to W also the gradients of activations and the recomputed tensors. A gradient
-   that is sent stays in its slot until the receiver begins to use the gradient, so an F that reuses
-   the slot may have to wait for the receiver. A rank has enough slots that no rank waits for a slot
-   if all stages take the same time. The number of slots equals the number of micro-batches that the
-   rank holds, except for INTERLEAVED, whose chunks wait for each other: the first ranks have one
-   more slot if p divides m, and several more slots if p does not divide m. */
+   A slot holds one micro-batch of one chunk: from F to B or I it holds everything that the backward
+   needs, and from I to W what W reads: the inputs of the ops with parameters, and the gradients of
+   their outputs. After that it holds only the gradient that it sends, until the receiver begins to
+   use it, so an F that reuses the slot may have to wait for the receiver. A rank has enough slots
+   that no rank waits for a slot if all stages take the same time. The number of slots equals the
+   number of micro-batches that the rank holds, except for INTERLEAVED, whose chunks wait for each
+   other: the first ranks have one more slot if p divides m, and several more slots if p does not
+   divide m. */
 enum {
     DT_SCHEDULE_NAIVE = 0,
     DT_SCHEDULE_AFAB,
@@ -763,8 +749,8 @@ DT_API dt_status dt_schedule_text(
    time. */
 
 /* The layers of one stage. x is the output of the preceding stage for this micro-batch; NULL for
-   the first stage. The last stage returns the loss, a scalar. dt_pipe_run calls the function inside
-   a block. */
+   the first stage. The placements of x are unknown until dt_place states them. The last stage
+   returns the loss, a scalar. dt_pipe_run calls the function inside a block. */
 typedef dt_tensor *(*dt_stage_run_fn)(dt_tensor *x, int stage, int micro, void *user);
 
 typedef struct dt_pipe_desc {
@@ -787,7 +773,8 @@ typedef struct dt_pipe_desc {
    afterwards. Errors, in addition to the errors of `run`: DT_ERR_ARG if the schedule is for another
    number of ranks; DT_ERR_SHAPE if a stage's output changes its shape between micro-batches. Sends
    2 messages per micro-batch between each pair of neighbouring stages. Only one run at a time may
-   use a schedule. */
+   use a schedule. Logs one notice if a stage does not use its input, because the stages before it
+   then train with zero gradients. */
 DT_API dt_status dt_pipe_run(dt_ctx *ctx, dt_pipe_desc desc);
 /* [collective: comm] Gathers the spans of all ranks for dt_schedule_bubble_of and dt_schedule_svg.
    `mine` has dt_schedule_count elements, the spans of this rank. `all` has
@@ -939,8 +926,13 @@ DT_API dt_status dt_text_read(dt_text *text, int64_t sequence, int32_t *ids, int
 /* Dry run: a context that computes nothing and has no memory for tensors, but otherwise works as
    usual. The program then reports the memory, traffic and FLOPs that it would need, on any number
    of ranks (as threads), so that no separate formula is needed. dt_memory_used and dt_comm_bytes
-   count as always; every element read from a tensor is 0. */
+   count as always; every element read from a tensor is 0. Two equal steps show the peak of every
+   later step: the second allocates all that later steps need. Only the memory of experts without a
+   capacity (dt_route_desc) depends on the data: a dry run routes evenly. */
 typedef struct dt_dry {
+    /* Set before the call. 1: also counts the staging windows that forked ranks (DT_BACKEND_PROCS)
+       need for memory of class DT_MEM_HOST, which they do not share */
+    int forked;
     /* number of FLOPs: 2 m n k for each matrix product. Attention counts as if it had no mask, but
        pairs of chunks that dt_cp_attention skips count 0 */
     double flops;
@@ -951,6 +943,22 @@ typedef struct dt_dry {
    tensors. The caller owns *dry, zeroes it before the call and may read it at any time; *dry must
    outlive the context. Dry runs do not work in forked ranks or over MPI. */
 DT_API dt_status dt_dry_begin(dt_ctx *ctx, dt_dry *dry);
+
+/* Call sites, see section 4 of dt_tensor.h. */
+#define dt_pipe_run(ctx, ...) dt_pipe_run(dt_ctx_here(ctx, DT_SITE), __VA_ARGS__)
+#define dt_redistribute(x, ...) dt_redistribute(dt_tensor_here(x, DT_SITE), __VA_ARGS__)
+#define dt_all_to_all_rows(x, ...) dt_all_to_all_rows(dt_tensor_here(x, DT_SITE), __VA_ARGS__)
+#define dt_tp_enter(x, ...) dt_tp_enter(dt_tensor_here(x, DT_SITE), __VA_ARGS__)
+#define dt_column_linear(x, ...) dt_column_linear(dt_tensor_here(x, DT_SITE), __VA_ARGS__)
+#define dt_row_linear(x, ...) dt_row_linear(dt_tensor_here(x, DT_SITE), __VA_ARGS__)
+#define dt_vocab_embedding(x, ...) dt_vocab_embedding(dt_tensor_here(x, DT_SITE), __VA_ARGS__)
+#define dt_vocab_cross_entropy(x, ...) \
+    dt_vocab_cross_entropy(dt_tensor_here(x, DT_SITE), __VA_ARGS__)
+#define dt_vocab_linear_cross_entropy(x, ...) \
+    dt_vocab_linear_cross_entropy(dt_tensor_here(x, DT_SITE), __VA_ARGS__)
+#define dt_cp_attention(x, ...) dt_cp_attention(dt_tensor_here(x, DT_SITE), __VA_ARGS__)
+#define dt_dispatch(x, ...) dt_dispatch(dt_tensor_here(x, DT_SITE), __VA_ARGS__)
+#define dt_combine(x, ...) dt_combine(dt_tensor_here(x, DT_SITE), __VA_ARGS__)
 
 #ifdef __cplusplus
 }
@@ -1090,6 +1098,7 @@ static dt_comm *dt__mesh_axis(
     if (size == 1) return NULL;
     dt_comm *comm = dt_comm_split(world, dt_comm_rank(world) - offset, key, name);
     dt_comm_set_axis(comm, axis);
+    if (comm) ((dt_group *)comm)->pipeline = axis == DT_AXIS_PP;
     return comm;
 }
 
@@ -1303,11 +1312,6 @@ static dt_placement dt__placement_dual(dt_placement p) {
     return p;
 }
 
-static const char *dt__placement_name(dt_placement p) {
-    static const char *const names[] = { "REPLICATE", "COPY", "SHARD", "PARTIAL" };
-    return p.kind >= 0 && p.kind < 4 ? names[p.kind] : "no placement";
-}
-
 /* Runs the row from -> to of the table. The result is added to m.out if accumulate is 1, and
    replaces it if accumulate is 0. */
 static dt_status dt__redist_run(dt__redist m, dt_placement from, dt_placement to, int accumulate) {
@@ -1387,16 +1391,16 @@ static dt_tensor *dt__redist_new(
     if (!dt__redist_find(from, to)) {
         dt_fail(ctx, DT_ERR_UNSUPPORTED,
             "dt_redistribute(%s): no way from %s to %s; go through REPLICATE", x->name,
-            dt__placement_name(from), dt__placement_name(to));
+            dt__placement_text(from).s, dt__placement_text(to).s);
         return NULL;
     }
     dt_shape shape = dt__redist_shape(x->shape, dt_comm_size(comm), from, to);
     if (shape.nd < 0) {
         dt_fail(ctx, DT_ERR_SHAPE,
-            "dt_redistribute(%s): %s from %s %d to %s %d over %d ranks: a dimension is missing "
-            "or not divisible",
-            x->name, dt__shape_text(x->shape).s, dt__placement_name(from), from.dim,
-            dt__placement_name(to), to.dim, dt_comm_size(comm));
+            "dt_redistribute(%s): %s from %s to %s over %d ranks: a dimension is missing or not "
+            "divisible",
+            x->name, dt__shape_text(x->shape).s, dt__placement_text(from).s,
+            dt__placement_text(to).s, dt_comm_size(comm));
         return NULL;
     }
     int free_of_copy = dt__redist_find(from, to)->move == dt__redist_identity;
@@ -1405,12 +1409,13 @@ static dt_tensor *dt__redist_new(
     dt_tensor *y = free_of_copy ? dt_alias(x)
                    : transient  ? dt_new_transient(ctx, x->dtype, shape)
                                 : dt_new(ctx, x->dtype, shape);
-    if (!y) return NULL;
+    if (!y || !dt__placement_set(y, x, (const dt_group *)comm, to)) return NULL;
+    if (!free_of_copy) y->name = "dt_redistribute";
     dt_status status =
         free_of_copy ? DT_OK : dt__redist_run(dt__redist_of(x, y, comm), from, to, 0);
     if (status == DT_OK) return y;
-    dt_fail(ctx, status, "dt_redistribute(%s): %s to %s", x->name, dt__placement_name(from),
-        dt__placement_name(to));
+    dt_fail(ctx, status, "dt_redistribute(%s): %s to %s", x->name, dt__placement_text(from).s,
+        dt__placement_text(to).s);
     return NULL;
 }
 
@@ -1427,15 +1432,14 @@ static dt_tensor *dt__redistribute(
     dt_ctx *ctx = dt__op_context("dt_redistribute", 1, x, NULL, NULL);
     if (!ctx) return NULL;
     if (dt_comm_size(comm) == 1) return x;
+    if (!dt__placement_expect("dt_redistribute", x, (const dt_group *)comm, from,
+            "`from` (`outside`) is the placement that x has"))
+        return NULL;
     if (from.kind == to.kind && (from.kind != DT_PLACEMENT_SHARD || from.dim == to.dim)) return x;
     dt_tensor *y = dt__redist_new(x, comm, from, to, transient);
     dt_record_desc d = dt__make_record(
         "dt_redistribute", x, NULL, NULL, dt__redistribute_back, sizeof(dt__redist_saved));
     return y ? dt__redist_record(y, d, comm, from, to) : NULL;
-}
-
-dt_tensor *dt_redistribute(dt_tensor *x, dt_comm *comm, dt_placement from, dt_placement to) {
-    return dt__redistribute(x, comm, from, to, 0);
 }
 
 /* ---- all-to-all of rows ---- */
@@ -1459,7 +1463,7 @@ static dt_status dt__all_to_all_back(dt_node *n) {
     int accumulate = 0;
     void *dx = dt_grad_raw(n, 0, &accumulate);
     accumulate = accumulate && dt__bytes(x) > 0;
-    void *to = accumulate ? dt_scratch(x->ctx, dt__bytes(x)) : dx;
+    void *to = accumulate ? dt_scratch(x->ctx, dt__reserved_bytes(x)) : dx;
     if (!to) return dt_error(x->ctx);
     dt_status status =
         dt_all_to_all_v(saved->comm, n->out->grad, saved->received, to, saved->sent, x->dtype);
@@ -1515,17 +1519,14 @@ static dt_tensor *dt__all_to_all_rows(dt_tensor *x, dt_comm *comm, const int64_t
     }
     dt_tensor *y = counts ? dt__new_output(ctx, x->dtype, shape, op, transient) : NULL;
     if (y) y->transient_grad = 1; /* the gradient is only sent back */
-    if (!y || dt_all_to_all_v(comm, x->data, counts, y->data, counts + N, x->dtype) != DT_OK)
+    if (!dt__propagate(op, y, DT__RULE_EXCHANGE, x, NULL, NULL) ||
+        !dt__placement_set(y, y, (const dt_group *)comm, DT_UNPLACED))
         return NULL;
+    if (dt_all_to_all_v(comm, x->data, counts, y->data, counts + N, x->dtype) != DT_OK) return NULL;
     dt__rows_saved saved = { comm, counts, counts + N };
     dt_record_desc d = dt__make_record(op, x, NULL, NULL, dt__all_to_all_back, sizeof saved);
     d.unread_inputs = 1;
     return dt__record_with(y, d, &saved);
-}
-
-dt_tensor *dt_all_to_all_rows(
-    dt_tensor *x, dt_comm *comm, const int64_t *send_counts, const int64_t *recv_counts) {
-    return dt__all_to_all_rows(x, comm, send_counts, recv_counts, 0);
 }
 
 // ==== 13. Tensor and sequence parallelism: code =================================================
@@ -1539,11 +1540,11 @@ dt_tensor *dt_all_to_all_rows(
 
        lse = log(sum over r of e^(lse_r)),    loss = lse - (sum over r of target_r) */
 
-dt_tensor *dt_tp_enter(dt_tensor *x, dt_comm *comm, dt_placement outside) {
+static dt_tensor *dt__tp_enter(dt_tensor *x, dt_comm *comm, dt_placement outside) {
     return dt__redistribute(x, comm, outside, DT_COPY, outside.kind == DT_PLACEMENT_SHARD);
 }
 
-dt_tensor *dt_column_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc desc,
+static dt_tensor *dt__column_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc desc,
     dt_comm *comm, dt_placement outside) {
     return dt_linear_at(dt_tp_enter(x, comm, outside), w, b, desc);
 }
@@ -1575,13 +1576,16 @@ static dt_status dt__row_back(dt_node *n) {
     return DT_OK;
 }
 
-dt_tensor *dt_row_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_tensor *residual,
+static dt_tensor *dt__row_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_tensor *residual,
     dt_comm *comm, dt_placement outside) {
     dt_linear_desc plain = { DT_ACT_NONE, residual };
     if (dt_comm_size(comm) == 1 || !x) return dt_linear_at(x, w, b, plain);
     dt_linear_desc none = { 0, NULL };
-    dt_tensor *sum = dt__linear(x, w, NULL, none, NULL, DT__LINEAR_TRANSIENT);
+    dt_tensor *sum = dt__linear(x, w, NULL, none, NULL, DT__LINEAR_TRANSIENT, NULL);
     dt_ctx *ctx = sum ? dt__float_op_context("dt_row_linear", 1, sum, b, residual) : NULL;
+    if (ctx && !dt__placement_expect("dt_row_linear", sum, (const dt_group *)comm, DT_PARTIAL,
+                   "shard x along its last dimension and w along dimension 1"))
+        return NULL;
     dt_tensor *y = ctx ? dt__redist_new(sum, comm, DT_PARTIAL, outside, 0) : NULL;
     if (!y) return NULL;
     int64_t out = (int64_t)dt__last_dim(y);
@@ -1591,13 +1595,17 @@ dt_tensor *dt_row_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_tensor *re
     if (residual && (residual->dtype != y->dtype || !dt__same_shape(residual->shape, y->shape)))
         return dt__mismatch(
             "dt_row_linear", y, residual, "the residual lies outside, as the result");
+    dt_tensor reduced = *y;
+    y->name = "dt_row_linear";
+    reduced.needs_grad = sum->needs_grad;
+    if (!dt__propagate("dt_row_linear", y, DT__RULE_ADD, &reduced, b, residual)) return NULL;
     if (dt__row_add_bias(y, b, residual) != DT_OK) return NULL;
     dt_record_desc d =
         dt__make_record("dt_row_linear", sum, b, residual, dt__row_back, sizeof(dt__redist_saved));
     return dt__redist_record(y, d, comm, DT_PARTIAL, outside);
 }
 
-dt_tensor *dt_vocab_embedding(
+static dt_tensor *dt__vocab_embedding(
     dt_tensor *table, dt_tensor *ids, dt_comm *comm, dt_placement outside) {
     if (dt_comm_size(comm) == 1 || !table) return dt_embedding(table, ids);
     dt_tensor *rows = dt__lookup_rows("dt_embedding", table, ids, 0, 1);
@@ -1623,17 +1631,28 @@ static int dt__vocab_desc(const char *op, const dt_tensor *t, int64_t columns, i
     return 1;
 }
 
-dt_tensor *dt_vocab_cross_entropy(
+/* The ranks have combined their columns, so every rank has the whole loss. */
+static dt_tensor *dt__vocab_loss(dt_tensor *loss, const dt_loss_desc *d, dt_comm *comm) {
+    const dt_group *group = (const dt_group *)comm;
+    if (!loss || dt_comm_size(comm) == 1) return loss;
+    if (d->z_loss && !dt__placement_set(*d->z_loss, loss, group, DT_REPLICATE)) return NULL;
+    return dt__placement_set(loss, loss, group, DT_REPLICATE) ? loss : NULL;
+}
+
+static dt_tensor *dt__vocab_cross_entropy(
     dt_tensor *logits, dt_tensor *labels, double denominator, dt_loss_desc desc, dt_comm *comm) {
     if (dt_comm_size(comm) > 1 && logits) {
         int64_t columns = (int64_t)dt__last_dim(logits), all = columns * dt_comm_size(comm);
-        if (!dt__vocab_desc("dt_vocab_cross_entropy", logits, columns, all, comm, &desc))
+        const char *op = "dt_vocab_cross_entropy";
+        if (!dt__placement_expect(op, logits, (const dt_group *)comm,
+                DT_SHARD(logits->shape.nd - 1), "each rank passes a shard of the columns") ||
+            !dt__vocab_desc(op, logits, columns, all, comm, &desc))
             return NULL;
     }
-    return dt_cross_entropy_at(logits, labels, denominator, desc);
+    return dt__vocab_loss(dt_cross_entropy_at(logits, labels, denominator, desc), &desc, comm);
 }
 
-dt_tensor *dt_vocab_linear_cross_entropy(dt_tensor *x, dt_tensor *w, dt_tensor *labels,
+static dt_tensor *dt__vocab_linear_cross_entropy(dt_tensor *x, dt_tensor *w, dt_tensor *labels,
     double denominator, dt_loss_desc desc, dt_comm *comm, dt_placement outside) {
     if (dt_comm_size(comm) > 1 && w && w->shape.nd > 0) {
         const dt_param_info *p = dt__owner(w)->param; /* w may be a view */
@@ -1643,7 +1662,7 @@ dt_tensor *dt_vocab_linear_cross_entropy(dt_tensor *x, dt_tensor *w, dt_tensor *
             return NULL;
         x = dt_tp_enter(x, comm, outside);
     }
-    return dt_linear_cross_entropy(x, w, labels, denominator, desc);
+    return dt__vocab_loss(dt_linear_cross_entropy(x, w, labels, denominator, desc), &desc, comm);
 }
 
 dt_kv_groups dt_kv_split(dt_ctx *ctx, dt_comm *tp, int kv_heads) {
@@ -1727,6 +1746,8 @@ dt_tensor *dt_distribute(dt_ctx *ctx, dt_dtype dtype, dt_shape full, const void 
         dt_status status = dt__distribute_axis(m, axes[i].placement);
         if (status != DT_OK) dt_fail(ctx, status, "dt_distribute: over '%s'", dt_comm_name(m.comm));
     }
+    for (int i = 0; i < n && local && dt_error(ctx) == DT_OK; i++)
+        dt_place(local, axes[i].comm, axes[i].placement);
     return dt_error(ctx) == DT_OK ? local : NULL;
 }
 
@@ -1830,7 +1851,7 @@ static dt_status dt__cp_fill_positions(dt_cp *cp) {
             n = cp->chunk_tokens;
     size_t bytes = (size_t)(B * T) * sizeof(int32_t);
     /* One extra byte, so that the allocation is never empty. */
-    int32_t *at = (int32_t *)dt_alloc(cp->ctx, DT_MEM_HOST, bytes + 1, "positions");
+    int32_t *at = (int32_t *)dt__buffer_acquire(cp->ctx, DT_MEM_HOST, bytes + 1);
     if (!at) return dt_error(cp->ctx);
     for (int64_t b = 0; b < B; b++)
         for (int64_t i = 0; i < T; i++)
@@ -1849,7 +1870,7 @@ static dt_status dt__cp_fill_positions(dt_cp *cp) {
     cp->positions = dt_input(cp->ctx, DT_I32, DT_SHAPE(B, T), at);
     if (cp->desc.documents)
         cp->documents = dt_input(cp->ctx, DT_I32, DT_SHAPE(B, T), cp->desc.documents);
-    dt_free(cp->ctx, DT_MEM_HOST, at, bytes + 1);
+    dt__buffer_release(cp->ctx, at);
     dt_tensor *full[2] = { cp->positions, cp->documents };
     for (int i = 0; i < 2 && cp->desc.kind == DT_CP_ALLGATHER; i++)
         if (full[i]) cp->local[i] = dt_slice(full[i], 1, dt_comm_rank(cp->comm) * own, own);
@@ -2147,7 +2168,9 @@ static dt_tensor *dt__cp_ring_attention(
     dt_shape per_part =
         DT_SHAPE(cp->desc.batch, cp->chunks_per_rank, q->shape.d[2], cp->chunk_tokens);
     dt_tensor *y = dt_new(ctx, q->dtype, q->shape), *lse = dt_new(ctx, wide, per_part);
-    if (!y || !lse) return NULL;
+    if (!lse || !dt__propagate(op, y, DT__RULE_RING, q, keys, values) ||
+        !dt__placement_set(y, y, (const dt_group *)cp->comm, DT_SHARD(1)))
+        return NULL;
     dt__ring r = dt__ring_make(cp, q, keys);
     r.lse = (char *)lse->data;
     r.result = dt__ring_wide(y, y->data);
@@ -2182,10 +2205,10 @@ static dt_tensor *dt__repeat_heads(dt_tensor *x, int64_t n) {
     size_t bytes = (size_t)(tokens * n) * sizeof(int32_t);
     dt_shape shape = x->shape;
     shape.d[2] = n;
-    int32_t *from = (int32_t *)dt_alloc(x->ctx, DT_MEM_HOST, bytes + 1, "heads");
+    int32_t *from = (int32_t *)dt__buffer_acquire(x->ctx, DT_MEM_HOST, bytes + 1);
     for (int64_t i = 0; from && i < tokens * n; i++) from[i] = (int32_t)(i / n * K + i % n * K / n);
     dt_tensor *rows = from ? dt_input(x->ctx, DT_I32, DT_SHAPE(tokens * n), from) : NULL;
-    dt_free(x->ctx, DT_MEM_HOST, from, bytes + 1);
+    dt__buffer_release(x->ctx, from);
     x = rows ? dt_gather_rows(dt_reshape(x, DT_SHAPE(tokens * K, D)), rows) : NULL;
     return x ? dt_reshape(x, shape) : NULL;
 }
@@ -2210,7 +2233,7 @@ static dt_tensor *dt__cp_ulysses_attention(
     return y ? dt_redistribute(y, cp->comm, DT_SHARD(2), DT_SHARD(1)) : NULL;
 }
 
-dt_tensor *dt_cp_attention(dt_tensor *q, dt_tensor *keys, dt_tensor *values, dt_cp *cp) {
+static dt_tensor *dt__cp_attention(dt_tensor *q, dt_tensor *keys, dt_tensor *values, dt_cp *cp) {
     const char *op = "dt_cp_attention";
     dt_ctx *ctx = dt__float_op_context(op, 3, q, keys, values);
     char why[300];
@@ -2231,6 +2254,11 @@ dt_tensor *dt_cp_attention(dt_tensor *q, dt_tensor *keys, dt_tensor *values, dt_
         dt_fail(ctx, DT_ERR_SHAPE, "%s(%s): %s", op, q->name, why);
         return NULL;
     }
+    dt_tensor *in[3] = { q, keys, values };
+    for (int i = 0; i < 3; i++)
+        if (!dt__placement_expect(op, in[i], (const dt_group *)cp->comm, DT_SHARD(1),
+                "each rank passes its own tokens"))
+            return NULL;
     if (cp->desc.kind == DT_CP_ALLGATHER) return dt__cp_allgather_attention(q, keys, values, cp);
     if (cp->desc.kind == DT_CP_ULYSSES) return dt__cp_ulysses_attention(q, keys, values, cp);
     return dt__cp_ring_attention(q, keys, values, cp);
@@ -2501,7 +2529,7 @@ static const char *dt__route_problem(const dt__router *r, const dt_tensor *x, co
     const dt_tensor *bias = d->bias;
     if (x->shape.nd != 3 || w->shape.nd != 2 || x->shape.d[2] != w->shape.d[1])
         return "x (B,T,C) and w (E,C) are needed";
-    if (dt__wide(x->dtype, 1) != dt__wide(w->dtype, 1) || w->dtype == DT_I32)
+    if (dt__wide(x->dtype, 1) != dt__wide(w->dtype, 1) || dt__integer(w->dtype))
         return "the dtypes do not match";
     if (r->k < 1 || r->k > r->E) return "k must be 1 to E";
     if (!(d->capacity >= 0 && d->capacity < HUGE_VAL)) return "the capacity must be 0 or more";
@@ -2562,6 +2590,10 @@ static dt_routing *dt__route_enter(const dt__router *r, dt_tensor *gates) {
     out->k = r->k;
     out->gates = gates;
     out->choices = r->kept_choices;
+    if (r->d.capacity > 0) {
+        int64_t capacity = dt__expert_capacity(r);
+        out->max_choices = capacity < r->region_tokens ? capacity : r->region_tokens;
+    }
     return out;
 }
 
@@ -2629,6 +2661,7 @@ dt_status dt_route_update_bias(
 typedef struct dt__exchange {
     dt_comm *ep;
     int ranks;
+    int64_t sent;                 /* number of sent rows */
     int64_t *rows_to, *rows_from; /* (ranks): number of rows to and from each rank */
     dt_tensor *token_of_row;      /* (sent rows) i32: the token of each sent row */
     /* (B,T,k) i32: the index of the sent row of each choice; -1 if dropped */
@@ -2637,6 +2670,24 @@ typedef struct dt__exchange {
        order; row_of_arrival is the inverse */
     dt_tensor *arrival_of_row, *row_of_arrival;
 } dt__exchange;
+
+/* Until dt_combine, a tensor of `rows` rows gets memory for `max` rows. */
+static void dt__vary_rows(dt_ctx *ctx, int64_t rows, int64_t max) {
+    ctx->varying_rows = 1;
+    ctx->rows = rows;
+    ctx->max_rows = max;
+}
+
+/* Return the most rows that a rank sends to experts, and that it receives from N ranks. Without a
+   capacity the rows of an expert have no useful bound: all tokens may choose it. */
+static int64_t dt__max_sent(const dt_routing *r) {
+    int64_t full = r->batch * r->experts * r->max_choices, all = r->batch * r->tokens * r->k;
+    return full < all ? full : all;
+}
+static int64_t dt__max_rows(const dt_routing *r, int N) {
+    int64_t full = r->batch * r->local_experts * r->max_choices, all = r->batch * r->tokens * r->k;
+    return N * (full < all ? full : all);
+}
 
 /* Plans which rows this rank sends, and adds the number of rows for each expert to `count` (E). */
 static dt_status dt__exchange_send(
@@ -2651,12 +2702,14 @@ static dt_status dt__exchange_send(
         next[expert + 1] = next[expert] + count[expert];
         e->rows_to[expert / r->local_experts] += count[expert];
     }
-    int64_t sent = next[r->experts];
+    int64_t sent = e->sent = next[r->experts];
     for (int64_t i = 0; i < choices; i++) {
         row[i] = r->choices[i] < 0 ? -1 : next[r->choices[i]]++;
         if (row[i] >= 0) token[row[i]] = (int32_t)(i / r->k);
     }
+    dt__vary_rows(ctx, sent, dt__max_sent(r));
     e->token_of_row = dt_input(ctx, DT_I32, DT_SHAPE(sent), token);
+    ctx->varying_rows = 0;
     e->row_of_choice = dt_input(ctx, DT_I32, r->gates->shape, row);
     return dt_error(ctx);
 }
@@ -2677,7 +2730,9 @@ static dt_status dt__exchange_receive(
         return dt_fail(
             ctx, DT_ERR_SHAPE, "dt_dispatch: %lld rows for one rank", (long long)r->rows);
     if (e->ranks == 1) return DT_OK;
-    int32_t *arrival_of_row = dt__host_ints(ctx, 2 * r->rows + r->local_experts);
+    int64_t max = dt__max_rows(r, e->ranks);
+    int32_t *arrival_of_row =
+        dt__host_ints(ctx, 2 * (r->rows > max ? r->rows : max) + r->local_experts);
     if (!arrival_of_row) return dt_error(ctx);
     int32_t *row_of_arrival = arrival_of_row + r->rows;
     int32_t *next_row = row_of_arrival + r->rows; /* of each expert */
@@ -2690,6 +2745,7 @@ static dt_status dt__exchange_receive(
                 arrival_of_row[row] = (int32_t)at;
                 row_of_arrival[at] = row;
             }
+    dt__vary_rows(ctx, r->rows, max);
     e->arrival_of_row = dt_input(ctx, DT_I32, DT_SHAPE(r->rows), arrival_of_row);
     e->row_of_arrival = dt_input(ctx, DT_I32, DT_SHAPE(r->rows), row_of_arrival);
     return dt_error(ctx);
@@ -2723,12 +2779,13 @@ static dt_tensor *dt__permute_rows(
     const char *op = "dt_gather_rows";
     dt_ctx *ctx = dt__op_context(op, 3, x, order, inverse);
     dt_tensor *y = ctx ? dt__new_output(ctx, x->dtype, x->shape, op, transient) : NULL;
-    if (!y || dt__lookup_run(
-                  op, x, order, order->data, (size_t)dt_count(order->shape), 0, y->data) != DT_OK)
+    if (!dt__propagate(op, y, DT__RULE_GATHER, x, order, NULL) ||
+        dt__lookup_run(op, x, order, order->data, (size_t)dt_count(order->shape), 0, y->data) !=
+            DT_OK)
         return NULL;
     dt_record_desc d = dt__make_record(op, x, inverse, NULL, dt__scatter_back, 0);
     d.unread_inputs = 1;
-    return dt_record(y, d);
+    return dt__record_op(y, d);
 }
 
 /* Drops the data of a transient tensor before its block ends. t may be NULL. */
@@ -2746,7 +2803,7 @@ static dt_ctx *dt__op_routed(
     return NULL;
 }
 
-dt_tensor *dt_dispatch(dt_tensor *x, dt_routing *r, dt_comm *ep) {
+static dt_tensor *dt__dispatch(dt_tensor *x, dt_routing *r, dt_comm *ep) {
     const char *op = "dt_dispatch";
     dt_ctx *ctx = dt__op_routed(op, x, r, NULL, NULL);
     int N = dt_comm_size(ep);
@@ -2763,10 +2820,12 @@ dt_tensor *dt_dispatch(dt_tensor *x, dt_routing *r, dt_comm *ep) {
     }
     if (dt__exchange_make(ctx, r, ep) != DT_OK) return NULL;
     const dt__exchange *e = r->exchange;
+    dt__vary_rows(ctx, e->sent, dt__max_sent(r));
     dt_tensor *tokens = dt_reshape(x, DT_SHAPE(r->batch * r->tokens, x->shape.d[2]));
     if (N == 1 || !tokens) return dt_gather_rows(tokens, e->token_of_row);
     /* no backward reads the data of these two */
     dt_tensor *rows = dt__lookup_rows("dt_gather_rows", tokens, e->token_of_row, 1, 1);
+    dt__vary_rows(ctx, r->rows, dt__max_rows(r, N));
     dt_tensor *arrived = dt__all_to_all_rows(rows, ep, e->rows_to, e->rows_from, 1);
     dt_tensor *y = dt__permute_rows(arrived, e->arrival_of_row, e->row_of_arrival, 0);
     dt__drop_early(rows);
@@ -2774,7 +2833,7 @@ dt_tensor *dt_dispatch(dt_tensor *x, dt_routing *r, dt_comm *ep) {
     return y;
 }
 
-dt_tensor *dt_combine(dt_tensor *rows, dt_routing *r) {
+static dt_tensor *dt__combine(dt_tensor *rows, dt_routing *r) {
     const char *op = "dt_combine";
     dt_ctx *ctx = dt__op_routed(op, rows, r, r ? r->gates : NULL, NULL);
     if (!ctx) return NULL;
@@ -2790,9 +2849,11 @@ dt_tensor *dt_combine(dt_tensor *rows, dt_routing *r) {
     if (e->ranks > 1) {
         /* no backward reads the data of `arrived` */
         dt_tensor *arrived = dt__permute_rows(rows, e->row_of_arrival, e->arrival_of_row, 1);
+        dt__vary_rows(ctx, e->sent, dt__max_sent(r));
         rows = dt_all_to_all_rows(arrived, e->ep, e->rows_from, e->rows_to);
         dt__drop_early(arrived);
     }
+    ctx->varying_rows = 0;
     return dt_embedding_bag(rows, e->row_of_choice, r->gates);
 }
 
@@ -2814,9 +2875,52 @@ dt_tensor *dt_expert_linear(
         return NULL;
     }
     dt_linear_desc linear = { d.activation, NULL };
-    int flags = dt_comm_rank(d.row_parallel) > 0 ? DT__LINEAR_NO_BIAS : 0;
-    return dt__linear(x, w, b, linear, r->expert_rows, flags);
+    return dt__linear(x, w, b, linear, r->expert_rows, 0, (const dt_group *)d.row_parallel);
 }
+
+/* ---- public functions: each opens its call site and runs ---- */
+
+/* Defines dt_NAME, which runs dt__NAME with the call site that the macro of section 10 has set;
+   `first` is an argument that knows the context. */
+#define DT__DEFINE_AT_SITE(name, first, parameters, ...) \
+    dt_tensor *(dt_##name)parameters { \
+        dt_ctx *ctx = (first) ? (first)->ctx : NULL; \
+        dt_site outer = dt__site_open(ctx); \
+        dt_tensor *y = dt__##name(__VA_ARGS__); \
+        dt__site_close(ctx, outer); \
+        return y; \
+    }
+
+DT__DEFINE_AT_SITE(redistribute, x,
+    (dt_tensor * x, dt_comm *comm, dt_placement from, dt_placement to), x, comm, from, to, 0)
+DT__DEFINE_AT_SITE(all_to_all_rows, x,
+    (dt_tensor * x, dt_comm *comm, const int64_t *send_counts, const int64_t *recv_counts), x, comm,
+    send_counts, recv_counts, 0)
+DT__DEFINE_AT_SITE(
+    tp_enter, x, (dt_tensor * x, dt_comm *comm, dt_placement outside), x, comm, outside)
+DT__DEFINE_AT_SITE(column_linear, x,
+    (dt_tensor * x, dt_tensor *w, dt_tensor *b, dt_linear_desc desc, dt_comm *comm,
+        dt_placement outside),
+    x, w, b, desc, comm, outside)
+DT__DEFINE_AT_SITE(row_linear, x,
+    (dt_tensor * x, dt_tensor *w, dt_tensor *b, dt_tensor *residual, dt_comm *comm,
+        dt_placement outside),
+    x, w, b, residual, comm, outside)
+DT__DEFINE_AT_SITE(vocab_embedding, table,
+    (dt_tensor * table, dt_tensor *ids, dt_comm *comm, dt_placement outside), table, ids, comm,
+    outside)
+DT__DEFINE_AT_SITE(vocab_cross_entropy, logits,
+    (dt_tensor * logits, dt_tensor *labels, double denominator, dt_loss_desc desc, dt_comm *comm),
+    logits, labels, denominator, desc, comm)
+DT__DEFINE_AT_SITE(vocab_linear_cross_entropy, x,
+    (dt_tensor * x, dt_tensor *w, dt_tensor *labels, double denominator, dt_loss_desc desc,
+        dt_comm *comm, dt_placement outside),
+    x, w, labels, denominator, desc, comm, outside)
+DT__DEFINE_AT_SITE(cp_attention, q, (dt_tensor * q, dt_tensor *keys, dt_tensor *values, dt_cp *cp),
+    q, keys, values, cp)
+DT__DEFINE_AT_SITE(dispatch, x, (dt_tensor * x, dt_routing *r, dt_comm *ep), x, r, ep)
+DT__DEFINE_AT_SITE(combine, rows, (dt_tensor * rows, dt_routing *r), rows, r)
+#undef DT__DEFINE_AT_SITE
 
 // ==== 17. Pipeline schedules: generators, lowering, checker =====================================
 
@@ -3352,8 +3456,9 @@ static dt_status dt__schedule_resolve(dt_ctx *ctx, dt_schedule_desc *d) {
     if (interleaved && !dt__group_fits(d->ranks, d->micros, d->micro_group))
         return dt_fail(ctx, DT_ERR_ARG,
             "dt_schedule_make(interleaved): groups of %d do not split %d micro-batches for "
-            "%d ranks so that each fills them; use %d or %d",
-            d->micro_group, d->micros, d->ranks, least, d->micros);
+            "%d ranks so that each fills them; use %d%s",
+            d->micro_group, d->micros, d->ranks, least,
+            least == d->micros ? "" : dt__format(" or %d", d->micros).s);
     return DT_OK;
 }
 
@@ -3745,8 +3850,12 @@ dt_status dt_schedule_svg(dt_ctx *ctx, const char *path, const dt_timeline *line
        post recv --> prefetch next recv --> wait --> compute on the slot's tape --> post send
 
        rank r    | F(0) | F(1)        | B(0) |          an action does not wait for its sends: a
-                 |  `--send y-->      |  `--send dx-->  slot waits for them when it is reused
+                 |  `--send y-->      |  `--send dx-->  slot waits for dx when it is reused
        rank r+1  |      | F(0) | B(0) |
+
+   The tape is reset when B or W has ended. From then on the slot holds only dx, in a buffer of its
+   own, so a slot that waits for its messages takes no activations. Whether a message has arrived
+   never decides what is allocated: the memory of a step is the same in every step.
 
    With the first micro-batch, each stage announces the dtype and shape of its output to the next
    stage. The outputs of all later micro-batches must have the same dtype and shape. */
@@ -3754,8 +3863,9 @@ dt_status dt_schedule_svg(dt_ctx *ctx, const char *path, const dt_timeline *line
 /* A micro-batch of a stage, on the tape of its slot. */
 typedef struct dt__pipe_slot {
     dt_tensor *x, *y, *dy; /* the stage's input, its output, and the gradient of the output */
+    void *dx;              /* the gradient of the input, from B or I until the slot is reused */
     dt_work *receiving;    /* pending receive of x or dy */
-    dt_work *sending[3];   /* pending sends of y, of the gradient of x, and of the shape of y */
+    dt_work *sending[3];   /* pending sends of y, of dx, and of the shape of y */
     int stage;             /* stage whose ops are on the tape */
     int backward_pending;  /* 1 from F until B or W has run */
     int recv_posted;       /* 1 if the receive of the slot's next action is posted */
@@ -3811,17 +3921,28 @@ static int dt__pipe_slot_of(const dt__pipe *p, int stage, int micro) {
     return forwards_only ? a->chunk : a->slot;
 }
 
-/* Empties a slot: waits for its messages and resets its tape. After a failure the function releases
-   the work objects and leaves the tape unchanged. */
-static dt_status dt__pipe_release_slot(dt__pipe *p, int s) {
+/* Ends the sends of a slot and releases dx. After a failure the function releases only the work
+   objects. */
+static dt_status dt__pipe_end_sends(dt__pipe *p, dt__pipe_slot *slot) {
+    for (int i = 0; i < 3; i++) {
+        dt_wait(p->ctx, slot->sending[i]);
+        slot->sending[i] = NULL;
+    }
+    dt__buffer_release(p->ctx, slot->dx);
+    slot->dx = NULL;
+    return dt_error(p->ctx);
+}
+
+/* Empties the tape of a slot, once the receiver has read y. */
+static dt_status dt__pipe_reset_slot(dt__pipe *p, int s) {
     dt__pipe_slot *slot = &p->slots[s];
-    int stage = slot->stage;
     dt_wait(p->ctx, slot->receiving);
-    for (int i = 0; i < 3; i++) dt_wait(p->ctx, slot->sending[i]);
-    memset(slot, 0, sizeof *slot);
-    if (dt_error(p->ctx) != DT_OK) return dt_error(p->ctx);
-    dt_tape(p->ctx, s + 1, stage);
-    dt_reset(p->ctx);
+    dt_wait(p->ctx, slot->sending[0]);
+    slot->receiving = slot->sending[0] = NULL;
+    slot->x = slot->y = slot->dy = NULL;
+    slot->backward_pending = 0;
+    dt_tape(p->ctx, s + 1, slot->stage);
+    if (dt_error(p->ctx) == DT_OK) dt_reset(p->ctx);
     return dt_error(p->ctx);
 }
 
@@ -3832,7 +3953,8 @@ static dt_status dt__pipe_post_recv(dt__pipe *p, const dt_action *a) {
     dt__pipe_slot *slot = &p->slots[a->slot];
     int forward = a->phase == DT_FORWARD, stage = forward ? a->stage - 1 : a->stage;
     if (slot->recv_posted) return DT_OK;
-    if (forward && dt__pipe_release_slot(p, a->slot) != DT_OK) return dt_error(ctx);
+    /* a run of forwards has no B or W */
+    if (slot->y && forward && dt__pipe_reset_slot(p, a->slot) != DT_OK) return dt_error(ctx);
     dt_tape(ctx, a->slot + 1, a->stage);
     slot->stage = a->stage;
     slot->recv_posted = 1;
@@ -3841,8 +3963,10 @@ static dt_status dt__pipe_post_recv(dt__pipe *p, const dt_action *a) {
     int new_edge = !edge->known && a->recv_from != p->rank;
     if (new_edge && dt__pipe_exchange_shape(p, edge, stage, a->recv_from, NULL) != DT_OK)
         return dt_error(ctx);
-    dt_tensor *t = dt__new_named(ctx, edge->dtype, edge->shape, "dt_pipe_run");
+    dt_tensor *t = dt__new_output(ctx, edge->dtype, edge->shape, "dt_pipe_run", !forward);
     if (!t) return dt_error(ctx);
+    if (forward) /* groups of the ranks of another stage are not groups of this rank */
+        t->placements = &dt__unknown_placements;
     if (forward)
         slot->x = p->desc.forward_micros ? t : dt_require_grad(t);
     else
@@ -3850,9 +3974,7 @@ static dt_status dt__pipe_post_recv(dt__pipe *p, const dt_action *a) {
     if (a->recv_from == p->rank) { /* this rank also has the neighbouring stage, so copy its data */
         int neighbour = forward ? a->stage - 1 : a->stage + 1;
         const dt__pipe_slot *other = &p->slots[dt__pipe_slot_of(p, neighbour, a->micro)];
-        const void *data = forward ? other->y->data : other->x->grad;
-        if (!data) return dt__fill(ctx, t->dtype, t->data, (size_t)dt_count(t->shape), 0);
-        return dt__move(ctx, t->data, data, dt__bytes(t));
+        return dt__move(ctx, t->data, forward ? other->y->data : other->dx, dt__bytes(t));
     }
     slot->receiving = dt_recv_start(p->desc.comm, t->data, (size_t)dt_count(t->shape), t->dtype,
         a->recv_from, dt__pipe_tag(p, stage, a->micro, !forward));
@@ -3867,27 +3989,35 @@ static dt_status dt__pipe_prefetch(dt__pipe *p, const dt_action *a, const dt_act
     if (next->recv_from < 0 || next->recv_from == p->rank || next->slot == a->slot ||
         slot->backward_pending == forward)
         return DT_OK;
-    for (int i = 0; i < 3 && forward; i++)
-        if (slot->sending[i] && !dt_test(p->ctx, slot->sending[i])) return dt_error(p->ctx);
     /* the shape is not known yet, and dt__pipe_post_recv would wait for it */
     if (forward && !p->edges[next->stage - 1].known) return DT_OK;
     return dt__pipe_post_recv(p, next);
 }
 
-/* Starts to send the result of an action to another rank: the stage's output in F, else the
-   gradient of the stage's input, which is zeros if the loss does not depend on the input. */
+/* Takes over the gradient of the stage's input, which is zeros if the loss does not depend on the
+   input. */
+static dt_status dt__pipe_take_dx(dt__pipe *p, dt__pipe_slot *slot) {
+    dt_tensor *x = slot->x;
+    void *dx = x->grad;
+    int is_own = dx && dx != (slot->dy ? slot->dy->data : NULL); /* else the stage has no op */
+    if (!is_own && !dt__new_grad(x)) return dt_error(p->ctx);
+    slot->dx = x->grad;
+    x->grad = NULL;
+    if (is_own) return DT_OK;
+    return dx ? dt__move(p->ctx, slot->dx, dx, dt__bytes(x))
+              : dt__fill(p->ctx, x->dtype, slot->dx, (size_t)dt_count(x->shape), 0);
+}
+
+/* Keeps the result of an action, and starts to send it if the next stage is on another rank: the
+   stage's output in F, the gradient of its input in B and I. */
 static void dt__pipe_post_send(dt__pipe *p, const dt_action *a, dt__pipe_slot *slot) {
     int forward = a->phase == DT_FORWARD, stage = forward ? a->stage : a->stage - 1;
-    if (a->send_to < 0 || a->send_to == p->rank) return;
-    dt_tensor *t = forward ? slot->y : slot->x;
-    const void *data = forward ? t->data : t->grad;
-    if (!data) {
-        if (!(t = dt_new(p->ctx, t->dtype, t->shape))) return;
-        dt__fill(p->ctx, t->dtype, t->data, (size_t)dt_count(t->shape), 0);
-        data = t->data;
-    }
-    slot->sending[!forward] = dt_send_start(p->desc.comm, data, (size_t)dt_count(t->shape),
-        t->dtype, a->send_to, dt__pipe_tag(p, stage, a->micro, !forward));
+    const dt_tensor *t = forward ? slot->y : slot->x;
+    if (a->send_to < 0) return;
+    if ((!forward && dt__pipe_take_dx(p, slot) != DT_OK) || a->send_to == p->rank) return;
+    slot->sending[!forward] =
+        dt_send_start(p->desc.comm, forward ? t->data : slot->dx, (size_t)dt_count(t->shape),
+            t->dtype, a->send_to, dt__pipe_tag(p, stage, a->micro, !forward));
 }
 
 typedef struct dt__pipe_call {
@@ -3897,7 +4027,12 @@ typedef struct dt__pipe_call {
 
 static dt_tensor *dt__pipe_stage(dt_tensor *x, void *user) {
     const dt__pipe_call *c = (const dt__pipe_call *)user;
-    return c->pipe->desc.run(x, c->action->stage, c->action->micro, c->pipe->desc.user);
+    dt_ctx *ctx = c->pipe->ctx;
+    dt_site outer = ctx->site, none = { NULL, 0 };
+    ctx->site = none; /* operations of the stage have call sites of their own */
+    dt_tensor *y = c->pipe->desc.run(x, c->action->stage, c->action->micro, c->pipe->desc.user);
+    ctx->site = outer;
+    return y;
 }
 
 /* Checks a stage's output. For the first micro-batch, stores the dtype and shape of the output and
@@ -3922,6 +4057,9 @@ static dt_status dt__pipe_check_output(dt__pipe *p, const dt_action *a, const dt
 static dt_status dt__pipe_forward(dt__pipe *p, const dt_action *a, dt__pipe_slot *slot) {
     dt__pipe_call call = { p, a };
     slot->backward_pending = 1;
+    if (!p->desc.forward_micros)
+        p->ctx->root->split =
+            *dt__action_index(p->desc.schedule, a->stage, a->micro, DT__ROLE_W) >= 0;
     slot->y = dt_block(p->ctx, dt__pipe_stage, slot->x, &call);
     return slot->y ? dt__pipe_check_output(p, a, slot->y) : dt_error(p->ctx);
 }
@@ -3936,6 +4074,19 @@ static void dt__pipe_wait_min_duration(const dt__pipe *p, const dt_action *a, do
     if (left > 0) host->sleep(host->user, left);
 }
 
+/* Logs a notice, once, if the backward of a stage gave its input no gradient. */
+static void dt__pipe_check_input_grad(dt__pipe *p, const dt_action *a, const dt_tensor *x) {
+    dt_ctx *ctx = p->ctx;
+    if (!x || x->grad || a->phase == DT_FORWARD || a->phase == DT_BACKWARD_WEIGHT ||
+        ctx->warned_unused_input || dt_error(ctx) != DT_OK)
+        return;
+    ctx->warned_unused_input = 1;
+    dt_log(ctx, DT_LOG_NOTICE,
+        "dt_pipe_run: the output of stage %d does not depend on its input, so the stages before it "
+        "get a gradient of zero",
+        a->stage);
+}
+
 /* Executes one action: receives its message, computes, and starts to send the result. */
 static dt_status dt__pipe_execute(
     dt__pipe *p, const dt_action *a, const dt_action *next, dt_span *span) {
@@ -3944,6 +4095,7 @@ static dt_status dt__pipe_execute(
     dt__pipe_slot *slot = &p->slots[a->slot];
     if (dt__pipe_post_recv(p, a) != DT_OK) return dt_error(ctx);
     if (next && dt__pipe_prefetch(p, a, next) != DT_OK) return dt_error(ctx);
+    if (a->phase == DT_FORWARD && dt__pipe_end_sends(p, slot) != DT_OK) return dt_error(ctx);
     dt_wait(ctx, slot->receiving);
     slot->receiving = NULL;
     slot->recv_posted = 0;
@@ -3953,11 +4105,12 @@ static dt_status dt__pipe_execute(
     if ((a->phase == DT_FORWARD ? dt__pipe_forward(p, a, slot)
                                 : dt_backward_at(slot->y, slot->dy, a->phase)) != DT_OK)
         return dt_error(ctx);
+    dt__pipe_check_input_grad(p, a, slot->x);
     dt__pipe_wait_min_duration(p, a, begin);
     if (span) span->begin = begin, span->end = host->now(host->user);
     dt__pipe_post_send(p, a, slot);
-    if (a->phase == DT_BACKWARD || a->phase == DT_BACKWARD_WEIGHT) slot->backward_pending = 0;
-    return dt_error(ctx);
+    int is_last = a->phase == DT_BACKWARD || a->phase == DT_BACKWARD_WEIGHT;
+    return is_last ? dt__pipe_reset_slot(p, a->slot) : dt_error(ctx);
 }
 
 static void dt__pipe_run_schedule(dt__pipe *p) {
@@ -4011,8 +4164,8 @@ static dt_status dt__pipe_check(dt_ctx *ctx, const dt_pipe_desc *d) {
     return DT_OK;
 }
 
-dt_status dt_pipe_run(dt_ctx *ctx, dt_pipe_desc desc) {
-    if (!ctx || dt__pipe_check(ctx, &desc) != DT_OK) return ctx ? dt_error(ctx) : DT_ERR_ARG;
+static dt_status dt__pipe_run(dt_ctx *ctx, dt_pipe_desc desc) {
+    if (dt__pipe_check(ctx, &desc) != DT_OK) return dt_error(ctx);
     dt__pipe p = { .ctx = ctx,
         .desc = desc,
         .rank = dt_comm_rank(desc.comm),
@@ -4033,12 +4186,25 @@ dt_status dt_pipe_run(dt_ctx *ctx, dt_pipe_desc desc) {
         dt__pipe_run_forwards(&p);
     else
         dt__pipe_run_schedule(&p);
-    for (int s = 0; s < p.n_slots; s++) dt__pipe_release_slot(&p, s);
+    for (int s = 0; s < p.n_slots; s++) {
+        dt_wait(ctx, p.slots[s].receiving); /* after a failure one may have been prefetched */
+        p.slots[s].receiving = NULL;
+        dt__pipe_end_sends(&p, &p.slots[s]);
+        if (p.slots[s].y) dt__pipe_reset_slot(&p, s);
+    }
     dt__buffer_release(ctx, p.slots);
     ctx->no_grad = no_grad;
     dt_tape(ctx, 0, 0);
     dt_micro(ctx, 0, 1);
     return dt_error(ctx);
+}
+
+dt_status(dt_pipe_run)(dt_ctx *ctx, dt_pipe_desc desc) {
+    if (!ctx) return DT_ERR_ARG;
+    dt_site outer = dt__site_open(ctx);
+    dt_status status = dt__pipe_run(ctx, desc);
+    dt__site_close(ctx, outer);
+    return status;
 }
 
 dt_status dt_pipe_gather_spans(
@@ -4558,6 +4724,8 @@ dt_status dt_dry_begin(dt_ctx *ctx, dt_dry *dry) {
     ctx->owns_stream = 0;
     ctx->kernels = table;
     ctx->stream = dry;
+    dt__world *world = (dt__world *)dt_ctx_attached(ctx);
+    if (world && dry->forked) world->would_share = dt__is_dry;
     return DT_OK;
 }
 

@@ -58,6 +58,11 @@
        DT_STATIC           makes all functions static, so that several files may each have their
                            own copy of the code. Each file then needs DT_IMPLEMENTATION, or gcc
                            warns.                                                      (everywhere)
+       DT_NO_KERNELS       leaves out all CPU kernels except fill, copy, cast, reduce and permute,
+                           for a program that only communicates (dt_comm.h). With -O3 the program
+                           compiles in a third of the time and is less than half as large. On the
+                           CPU an op that needs another kernel fails with DT_ERR_UNSUPPORTED.
+                                                                                   (implementation)
        DT_USE_CBLAS        computes f32 and f64 matrix products with <cblas.h>. Link a BLAS, for
                            example with -lopenblas.                                (implementation)
        DT_USE_OMP          runs several threads inside a rank; the results have the same bits.
@@ -68,7 +73,8 @@
      2. Kernel table (one struct per kernel, its fusions, device events)
      3. Host and io tables
      4. Context, errors, memory account
-     5. Tensors and parameters (sharding, local slice, gradient placement)
+     5. Tensors and parameters (placements: replicate, shard, partial sum; sharding, local slice,
+        gradient placement)
      6. Buckets and listeners (gradient bucket, flat parameter, gradient accumulation,
         overlap of communication and computation)
      7. Ops (linear, grouped linear, embedding, norm, rotary embedding, dropout, attention,
@@ -83,26 +89,29 @@
     14. Parameters, slices and buckets: code (gradient bucket, gradient accumulation)
     15. Arenas and buffers (activation memory, transient memory)
     16. Tape: code (autograd tape, owners of tensors' data, transient tensors)
-    17. Blocks and backward: code (activation checkpointing (recompute), memory under dt_no_grad)
-    18. Ops: linear, norms, elementwise functions (forward and backward of each op)
-    19. Ops: arithmetic, sums, shapes
-    20. Ops: rows by index (embedding, gather, scatter, embedding bag)
-    21. Ops: rotary embedding, dropout, attention, losses
-    22. JSON
-    23. Reading and writing files (atomic commit: write, fsync, rename, fsync)
-    24. Weight files: formats and reading (safetensors, llm.c)
-    25. Weight files: parameters and writing
-    26. Arithmetic on the CPU (vectorized exp, ln, tanh)
-    27. Matrix product on the CPU (GEMM: packing, micro-kernel, epilogue)
-    28. CPU kernels: elementwise, rows, norms, once over float and double (rotary embedding)
-    29. CPU kernels: attention (naive attention, flash attention, online softmax, log-sum-exp merge,
+    17. Placements: code (sharding propagation: one rule for each op)
+    18. Blocks and backward: code (activation checkpointing (recompute), memory under dt_no_grad)
+    19. Ops: linear, norms, elementwise functions (forward and backward of each op)
+    20. Ops: arithmetic, sums, shapes
+    21. Ops: rows by index (embedding, gather, scatter, embedding bag)
+    22. Ops: rotary embedding, dropout, attention, losses
+    23. JSON
+    24. Reading and writing files (atomic commit: write, fsync, rename, fsync)
+    25. Weight files: formats and reading (safetensors, llm.c)
+    26. Weight files: parameters and writing
+    27. Arithmetic on the CPU (vectorized exp, ln, tanh)
+    28. Matrix product on the CPU (GEMM: packing, micro-kernel, epilogue)
+    29. CPU kernels: elementwise, rows, norms, once over float and double (rotary embedding)
+    30. CPU kernels: attention (naive attention, flash attention, online softmax, log-sum-exp merge,
         grouped-query attention)
-    30. CPU kernels: losses and optimizers (cross-entropy; Adam, 1-bit Adam)
-    31. The CPU kernel table
+    31. CPU kernels: losses and optimizers (cross-entropy; Adam, 1-bit Adam)
+    32. The CPU kernel table
 
    CONTRACT
      Memory     The context owns everything it hands out. Parameters live until dt_ctx_free; other
-                tensors live until dt_reset. Data made inside a recomputed dt_block live only while
+                tensors live until dt_reset. A tensor that is used in the step after that fails with
+                its name; only AddressSanitizer (-fsanitize=address) finds every later use. Data
+                made inside a recomputed dt_block live only while
                 the block runs, and so do data made inside a block under dt_no_grad. Host buffers
                 that you pass are copied. A program whose steps are all alike allocates memory in
                 its first steps only; later growth is logged.
@@ -187,8 +196,12 @@ typedef enum dt_status {
 } dt_status;
 
 /* Element types. Mixed precision: BF16 and F16 are storage types only; kernels widen BF16 and F16
-   elements to f32 and compute in f32. F64 is for tests on the CPU. */
-typedef enum dt_dtype { DT_F32 = 0, DT_BF16, DT_F16, DT_F64, DT_I32 } dt_dtype;
+   elements to f32 and compute in f32. F64 is for tests on the CPU. U8 is a byte, and I64 a counter
+   or an offset. Integers have no gradients. Functions that copy or convert elements take every
+   type: dt_input, dt_read, dt_write, dt_reshape, dt_slice, dt_concat, dt_transpose, dt_cast, weight
+   files and the collectives of dt_comm.h. Parameters and all other ops refuse integers; ids, labels
+   and positions are I32. */
+typedef enum dt_dtype { DT_F32 = 0, DT_BF16, DT_F16, DT_F64, DT_I32, DT_U8, DT_I64 } dt_dtype;
 
 /* Reduction operators. The values of the ranks are combined in rank order. */
 typedef enum dt_op { DT_SUM = 0, DT_AVG, DT_MAX, DT_MIN, DT_PROD } dt_op;
@@ -236,7 +249,7 @@ DT_API int64_t dt_count(dt_shape shape);
 /* A device is a table of functions: memory, streams, and one entry per kernel. An op calls
    ctx->kernels.NAME(&args, stream) and never asks which device runs the kernel.
 
-       op (section 18) --> dt_kernels { alloc, move, ..., matmul, attention, ... } --> CPU or CUDA
+       op (section 19) --> dt_kernels { alloc, move, ..., matmul, attention, ... } --> CPU or CUDA
 
    Another table may replace some or all entries of the CPU's table, for example the CUDA table, a
    table for dry runs that only counts, or a table of naive kernels written in a course. */
@@ -330,8 +343,8 @@ typedef struct dt_permute_args {
     int accumulate;
 } dt_permute_args;
 
-/* out[i] (+)= in[i], rounded to nearest even if dtype is narrower, towards zero if dtype is
-   DT_I32 */
+/* out[i] (+)= in[i]. A floating-point result is rounded once, to nearest even. An integer result is
+   rounded towards zero, and saturates at the type's smallest and largest value; a NaN becomes 0. */
 typedef struct dt_cast_args {
     dt_dtype dtype, from;
     void *out;
@@ -370,8 +383,8 @@ typedef struct dt_sum_args {
     size_t work_bytes;
 } dt_sum_args;
 
-/* out[o,i] = max over j of in[o,j,i]; index[o,i] = the first j with that value. The scatter kernel
-   is the backward of max. */
+/* out[o,i] = max over j of in[o,j,i]; index[o,i] = the first j with that value. A NaN is greater
+   than all numbers. The scatter kernel is the backward of max. */
 typedef struct dt_max_args {
     dt_dtype dtype;
     void *out;
@@ -557,7 +570,7 @@ typedef struct dt_embedding_back_args {
 } dt_embedding_back_args;
 
 /* The k largest elements of each row in descending order. Of equal elements the one in the lowest
-   column comes first. */
+   column comes first. A NaN is greater than all numbers, and all NaNs are equal. */
 typedef struct dt_topk_args {
     dt_dtype dtype;
     void *values;
@@ -1010,10 +1023,13 @@ typedef struct dt_tensor dt_tensor;
 /* This rank's handle of a process group (dt_comm.h). The struct begins with a dt_group. */
 typedef struct dt_comm dt_comm;
 
-/* The part of a dt_comm that this header uses: this rank's number in the group, and the size of the
-   group. */
+/* The part of a dt_comm that this header uses: this rank's number in the group, the group's size,
+   its members and its name. */
 typedef struct dt_group {
     int rank, size;
+    const int *ranks; /* (size) the members' world ranks; NULL: not known */
+    const char *name;
+    int pipeline; /* 1: the members are pipeline stages, so they run different ops */
 } dt_group;
 
 typedef struct dt_ctx_desc {
@@ -1068,6 +1084,20 @@ DT_API void dt_log(dt_ctx *ctx, int level, const char *fmt, ...) DT_PRINTF(3, 4)
    for a control character (C0, DEL, C1) or an invalid byte, which dt's messages show as \xNN. */
 DT_API size_t dt_printable(const char *s);
 
+/* CALL SITES. A function that may wait for other ranks is also a macro, which passes the source
+   line of the call: error texts, wait reports and records of operations name that line. To name the
+   function itself, for example to take its address, put its name in parentheses or write no
+   argument list after it. */
+typedef struct dt_site {
+    const char *file; /* NULL: not known */
+    int line;
+} dt_site;
+/* [local] Set the call site of the context's next operation. Return ctx or t. */
+DT_API dt_ctx *dt_ctx_here(dt_ctx *ctx, const char *file, int line);
+DT_API dt_tensor *dt_tensor_here(const dt_tensor *t, const char *file, int line);
+/* the call site as two arguments: the last 31 characters of the file's name, and the line */
+#define DT_SITE &__FILE__[sizeof __FILE__ > 32 ? sizeof __FILE__ - 32 : 0], __LINE__
+
 typedef struct dt_memory {
     size_t live[DT_MEM_CLASSES], peak[DT_MEM_CLASSES]; /* bytes of each class */
     /* bytes of all classes; peak_total is the peak of the sum, not the sum of the peaks */
@@ -1109,10 +1139,81 @@ DT_API void *dt_scratch(dt_ctx *ctx, size_t bytes);
        rank        0     1     2     3        rank 3's slice lies past the end: padding, all zero
 
    Initial values are a function of (seed, name, global index), so every layout starts from the same
-   model. */
+   model.
+
+   A tensor carries its placement over each group of more than one rank that a dt_redistribute,
+   dt_place, layer of dt_parallel.h or dt_param_desc has named for it or for its inputs, as in
+   PyTorch's DTensor (GSPMD, arXiv:2105.04663). With dt_zero_make, a parameter without a statement
+   is COPY over the data group and REPLICATE over other groups. Sharding propagation: the rule of an
+   op computes the placement of the result from those of the inputs, or fails the context, because
+   local arithmetic would silently give another number. A part of the rules; d is the dimension that
+   is sharded:
+
+       op                           result of SHARD(d)                result of PARTIAL
+       GELU, exp, ..                SHARD(d)                          refused
+       scale, cast, transpose, ..   SHARD(where d goes)               PARTIAL
+       add, subtract, concat        SHARD(d)                      *   PARTIAL, if all inputs are
+       multiply                     SHARD(d)                      *   PARTIAL, if exactly one is
+       divide                       SHARD(d)                      *   PARTIAL, if the numerator is;
+                                                                      refused for the denominator
+       sum over d                   PARTIAL                           PARTIAL
+       mean over d, slice along d   refused                           PARTIAL
+       concat along d               refused                           PARTIAL, if all inputs are
+       maximum over d, softmax or   refused                           refused
+       norm along d
+       x w^T, d is summed           PARTIAL, if x and w are sharded   PARTIAL, if exactly one is
+       x w^T, d is an output or     SHARD(where d goes)           *
+       a row
+       bias, residual               as add                            refused; dt_row_linear adds
+                                                                      them after the sum
+       attention                    heads; tokens: dt_cp_attention    refused
+       cross-entropy                PARTIAL over rows, refused        refused
+                                    along the vocabulary
+
+       *  An input that lacks d gets only a part of its gradient on each rank, so it must be COPY:
+          an activation by dt_tp_enter, a parameter by DT_GRAD_PARTIAL.
+
+   REPLICATE and COPY stay as they are; of two inputs with gradients one cannot be REPLICATE and the
+   other COPY. A LOCAL tensor counts as REPLICATE beside a sharded weight and beside a partial sum,
+   and fits to any other. dt_reshape keeps a shard if its blocks still begin where a new dimension
+   begins: (T,2*4) SHARD(1) -> (T,2,4) is SHARD(1). With one head per rank, (T,4) -> (T,1,4) could
+   be SHARD(1) or SHARD(2): UNPLACED. Nothing is known about the result of an op of your own
+   (dt_record), and it fits to any other tensor, until dt_place states its placement. */
 
 typedef struct dt_param_info dt_param_info;
 typedef struct dt_block_state dt_block_state;
+
+/* How a tensor is placed over a group of N ranks. In code the placements are DT_REPLICATE, DT_COPY,
+   DT_SHARD(dim) and DT_PARTIAL:
+
+       REPLICATE   every rank has the whole value and the whole gradient
+       COPY        every rank has the whole value; each rank's gradient is a partial sum, and the
+                   gradient of the tensor is the sum over the ranks
+       SHARD(dim)  rank r has shard r of N equal shards along dim
+       PARTIAL     each rank's value is a partial sum, and the value of the tensor is the sum over
+                   the ranks; every rank has the whole gradient
+       UNPLACED    nothing is known, and nothing is checked
+       LOCAL       no group has been named for the tensor; dt_placement_of returns UNPLACED
+
+   The gradient of a COPY tensor is PARTIAL, and the gradient of a PARTIAL tensor is COPY. The
+   gradient of a REPLICATE or SHARD tensor has the same placement as the tensor. */
+enum {
+    DT_PLACEMENT_REPLICATE = 0,
+    DT_PLACEMENT_COPY,
+    DT_PLACEMENT_SHARD,
+    DT_PLACEMENT_PARTIAL,
+    DT_PLACEMENT_NONE
+};
+typedef struct dt_placement {
+    int kind, dim;
+} dt_placement;
+#define DT_REPLICATE (DT__LITERAL(dt_placement){ DT_PLACEMENT_REPLICATE, 0 })
+#define DT_COPY (DT__LITERAL(dt_placement){ DT_PLACEMENT_COPY, 0 })
+#define DT_SHARD(dim) (DT__LITERAL(dt_placement){ DT_PLACEMENT_SHARD, (dim) })
+#define DT_PARTIAL (DT__LITERAL(dt_placement){ DT_PLACEMENT_PARTIAL, 0 })
+#define DT_UNPLACED (DT__LITERAL(dt_placement){ DT_PLACEMENT_NONE, 0 })
+/* The placements of a tensor, one for each group that was named for it (private). */
+typedef struct dt_placements dt_placements;
 
 struct dt_tensor { /* your code may read and print a tensor; only ops write it */
     /* Device memory, dense, row-major. The data have one owner: the bucket of a parameter, the base
@@ -1136,23 +1237,27 @@ struct dt_tensor { /* your code may read and print a tensor; only ops write it *
     struct dt_node *producer; /* the recorded op that made this tensor, or NULL */
     /* number of times that an op took this tensor as an input; ops under dt_no_grad do not count */
     int readers;
-    dt_tensor *next; /* in the list of the tensors of a block, newest first */
-    /* DT__IN_ARENA .. DT__KEPT: which memory holds `data`, and when the data are dropped (section
+    const dt_placements *placements; /* NULL: LOCAL; see dt_placement_of */
+    dt_tensor *next;                 /* in the list of the tensors of a block, newest first */
+    /* DT__IN_ARENA .. DT__DEAD: which memory holds `data`, and when the data are dropped (section
        16) */
     int storage;
-    /* 1: the gradient has a buffer of class DT_MEM_COMM, which is released after the backward of
-       `producer`; 0: the gradient is in the arena of its block's gradients */
+    int block_index; /* number of the dt_block call that made the tensor; 0: outside of blocks */
+    /* DT__TRANSIENT_GRAD ..: the gradient has a buffer of its own (section 16); 0: the gradient is
+       in the arena of its block's gradients */
     int transient_grad;
+    int read_by_weights; /* 1 if the weight half of an op's backward reads the data */
+    size_t reserved;     /* if the number of rows depends on the data: bytes for the most rows */
 };
 
 typedef struct dt_init {
     int kind;
     double scale;
 } dt_init;
-#define DT_ZEROS ((dt_init){ 0, 0.0 })
-#define DT_ONES ((dt_init){ 1, 1.0 })
-#define DT_NORMAL(std) ((dt_init){ 2, (std) })
-#define DT_UNIFORM(a) ((dt_init){ 3, (a) }) /* in [-a, a) */
+#define DT_ZEROS (DT__LITERAL(dt_init){ 0, 0.0 })
+#define DT_ONES (DT__LITERAL(dt_init){ 1, 1.0 })
+#define DT_NORMAL(std) (DT__LITERAL(dt_init){ 2, (std) })
+#define DT_UNIFORM(a) (DT__LITERAL(dt_init){ 3, (a) }) /* in [-a, a) */
 
 /* Shard over a group: rank r of the n ranks of comm holds slice r of n equal slices along dimension
    dim. comm NULL means not sharded. */
@@ -1237,6 +1342,14 @@ DT_API dt_local_slice dt_local_slice_of(dt_shape full, const dt_shard_spec shard
 /* [local] Returns a new tensor with a copy of the data at `host`, without a gradient, valid until
    dt_reset. If `host` is NULL, the contents are undefined. */
 DT_API dt_tensor *dt_input(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const void *host);
+/* [local] Records the placement of x over a group, for an input and for the result of your own op;
+   the data of x stay. Returns x. Fails with DT_ERR_ARG if x is known to have another placement, if
+   x is a parameter (dt_param_desc says its placement), or if x has no dimension placement.dim.
+   DT_UNPLACED forgets what is known, so that nothing is checked. A group of one rank has no
+   placements. */
+DT_API dt_tensor *dt_place(dt_tensor *x, dt_comm *comm, dt_placement placement);
+/* [local] Returns the placement of x over a group; DT_UNPLACED if nothing is known. */
+DT_API dt_placement dt_placement_of(const dt_tensor *x, const dt_comm *comm);
 /* [local]; for a parameter at ZeRO-3 [collective: its data group]. dt_read copies all elements of a
    tensor to host memory, dt_write copies them from host memory. Both wait for the stream. */
 DT_API dt_status dt_read(const dt_tensor *t, void *host);
@@ -1246,8 +1359,8 @@ DT_API dt_status dt_write(dt_tensor *t, const void *host);
    ([collective: the parameter's data group]), which are freed when the block ends. dt_read and
    dt_write gather a parameter in the same way. */
 DT_API void *dt_data(dt_tensor *t);
-/* [local] Returns the value of a scalar; NaN if t is NULL or its context has failed. Waits for the
-   stream. */
+/* [local] Returns the value of a scalar; NaN if t is NULL or its context has failed. An i64 beyond
+   2^53 is rounded; dt_read copies it exactly. Waits for the stream. */
 DT_API double dt_item(const dt_tensor *t);
 
 // ==== 6. Buckets and listeners ==================================================================
@@ -1420,7 +1533,7 @@ DT_API dt_tensor *dt_grouped_linear(
     dt_tensor *x, dt_tensor *w, dt_tensor *b, const int64_t *rows, dt_linear_desc desc);
 /* table (V,C), ids (..) i32 -> (..,C): row ids[i] of the table for each id. An id outside the full
    table fails. If the table is sharded along V, ids whose rows other ranks hold give zeros, so the
-   results of the group's ranks are partial sums (DT_PARTIAL in dt_parallel.h). */
+   results of the group's ranks are partial sums (DT_PARTIAL). */
 DT_API dt_tensor *dt_embedding(dt_tensor *table, dt_tensor *ids);
 
 /* Layer normalization of x (..,C) with gain (C) and bias (C); eps 0 means 1e-5.
@@ -1456,7 +1569,8 @@ DT_API dt_tensor *dt_div(dt_tensor *a, dt_tensor *b);
 
 enum { DT_ALL = -100 }; /* passed as `dim`: reduces all dimensions to a scalar */
 /* Sum, mean or maximum over dimension `dim` (counted from 0), which the result does not have. The
-   gradient of dt_max_over goes to the first of equal elements. */
+   gradient of dt_max_over goes to the first of equal elements. As in PyTorch, the maximum of
+   elements with a NaN is NaN, and the gradient goes to the first NaN. */
 DT_API dt_tensor *dt_sum_over(dt_tensor *x, int dim);
 DT_API dt_tensor *dt_mean_over(dt_tensor *x, int dim);
 DT_API dt_tensor *dt_max_over(dt_tensor *x, int dim);
@@ -1471,7 +1585,8 @@ DT_API dt_tensor *dt_reshape(dt_tensor *x, dt_shape shape);
 DT_API dt_tensor *dt_slice(dt_tensor *x, int dim, int64_t first, int64_t count);
 DT_API dt_tensor *dt_concat(dt_tensor *const *x, int n, int dim);
 DT_API dt_tensor *dt_transpose(dt_tensor *x, int dim_a, int dim_b);
-/* Converts x to another element type. No gradient passes through a cast to or from i32. */
+/* Converts x to another element type. No gradient passes through a cast to or from an integer
+   type. */
 DT_API dt_tensor *dt_cast(dt_tensor *x, dt_dtype dtype);
 
 /* x (R,C), rows (..) i32 -> (..,C): copies row rows[i] of x for each i; -1 gives a row of zeros. */
@@ -1486,7 +1601,8 @@ DT_API dt_tensor *dt_scatter_rows(dt_tensor *x, dt_tensor *rows, int64_t count);
    the backward rounds each weight times gradient before it adds them. */
 DT_API dt_tensor *dt_embedding_bag(dt_tensor *x, dt_tensor *rows, dt_tensor *weights);
 /* x (..,N) -> (..,k): the k largest elements of each row, in descending order; of equal elements,
-   the one with the lowest index comes first. *index receives the indices (..,k), i32. */
+   the one with the lowest index comes first. As in PyTorch, NaNs come before all numbers. *index
+   receives the indices (..,k), i32. */
 DT_API dt_tensor *dt_topk(dt_tensor *x, int k, dt_tensor **index);
 
 typedef struct dt_rope_desc {
@@ -1500,7 +1616,8 @@ typedef struct dt_rope_desc {
 DT_API dt_tensor *dt_rope(dt_tensor *x, dt_tensor *positions, dt_rope_desc desc);
 
 /* Dropout of x (..,C): zeroes each element with probability p and divides the others by 1 - p.
-   Which elements are zeroed depends only on (key, tokens (..) i32, column) (counter-based RNG). If
+   Which elements are zeroed depends only on (key, tokens (..) i32, column) (counter-based RNG). The
+   column is that of the full tensor: over a group x may be placed DT_SHARD(its last dimension). If
    you pass the global index of each token, and another key for each step and each dropout of the
    model, then every layout and every recomputation drops the same elements. tokens NULL means that
    row r is token r. */
@@ -1604,18 +1721,20 @@ struct dt_node { /* one recorded op */
 
 /* YOUR OWN OP. Make the output tensor, compute its data, then record the op with its backward:
 
-       dt_tensor *out = dt_new(x->ctx, x->dtype, x->shape);
-       ... fill out->data from dt_data(x): for a parameter at ZeRO-3, x->data may be NULL ...
+       dt_tensor *out = x ? dt_new(x->ctx, x->dtype, x->shape) : NULL;
+       const float *in = dt_data(x);       // for a parameter at ZeRO-3, x->data may be NULL
+       if (!out || !in) return NULL;       // an earlier op has failed
+       ... fill out->data from in ...
        return dt_record(out, (dt_record_desc){ .name = "square", .in = { x },
                                                .backward = square_back });
 
-   In square_back all inputs have their data. Add to each gradient that is wanted:
+   Nothing is known about the placement of the result, unless dt_place states it (section 5). In
+   square_back all inputs have their data. Add to each gradient that is wanted:
 
-       if (dt_wants(node, 0)) {
-           float *dx = dt_grad(node, 0), *dy = node->out->grad; ... dx[i] += ...
-       } */
+       float *dx = dt_wants(node, 0) ? dt_grad(node, 0) : NULL, *dy = node->out->grad;
+       if (dx) ... dx[i] += ... */
 typedef struct dt_record_desc {
-    const char *name; /* not copied; it must stay valid until dt_reset */
+    const char *name; /* not copied; it must stay valid until the second dt_reset after this call */
     /* the inputs; if n_in is 0, the list ends at the first NULL; if n_in > 0, an input may be
        NULL */
     dt_tensor *in[DT_MAX_INPUTS];
@@ -1650,7 +1769,7 @@ DT_API dt_tensor *dt_record(dt_tensor *out, dt_record_desc desc);
 DT_API void *dt_record_saved(dt_tensor *out, dt_record_desc desc);
 /* [local] For your own backward. dt_wants returns 1 if the gradient of in[i] is wanted, else 0.
    dt_grad returns the array to which the backward adds that gradient; a new array is zeroed. If the
-   node has no input i, dt_wants returns 0 and dt_grad returns NULL. */
+   node has no input i, dt_wants returns 0, and dt_grad fails the context and returns NULL. */
 DT_API int dt_wants(const dt_node *node, int i);
 DT_API void *dt_grad(dt_node *node, int i);
 /* [local] Returns the type of t->grad: f32 if t is a bf16 or f16 parameter or NULL, otherwise
@@ -1749,6 +1868,14 @@ DT_API dt_tensor *dt_require_grad(dt_tensor *t);
    was made outside of blocks. So does a tensor that a recorded op has read. A later use of a
    dropped tensor fails. */
 DT_API void dt_no_grad(dt_ctx *ctx, int on);
+/* [local] Finds the op that makes a NaN (PyTorch: detect_anomaly). While `on` is 1, the output of
+   each op is tested, and after each op's backward the gradients that it wrote; this is slow. The
+   first NaN in a forward, and the first NaN or Inf in a backward, fails the context with
+   DT_ERR_NUMERIC. The text names the op, the element, the block, the micro-batch and the pipeline
+   stage, and says whether an input of the op already had the NaN. An Inf in the forward does not
+   fail, because masks contain it; the text names the first op that made one. Ops under dt_no_grad
+   are not tested. */
+DT_API void dt_check_finite(dt_ctx *ctx, int on);
 
 // ==== 9. Weight files ===========================================================================
 
@@ -1925,6 +2052,15 @@ DT_API dt_status dt_weights_save(
    still open, and discards files that are still being written. */
 DT_API dt_status dt_weights_close(dt_weights *w);
 
+/* Call sites, see section 4. */
+#define dt_read(t, ...) dt_read(dt_tensor_here(t, DT_SITE), __VA_ARGS__)
+#define dt_write(t, ...) dt_write(dt_tensor_here(t, DT_SITE), __VA_ARGS__)
+#define dt_data(t) dt_data(dt_tensor_here(t, DT_SITE))
+#define dt_backward(loss) dt_backward(dt_tensor_here(loss, DT_SITE))
+#define dt_backward_input(loss) dt_backward_input(dt_tensor_here(loss, DT_SITE))
+#define dt_backward_weight(loss) dt_backward_weight(dt_tensor_here(loss, DT_SITE))
+#define dt_backward_at(y, ...) dt_backward_at(dt_tensor_here(y, DT_SITE), __VA_ARGS__)
+
 #ifdef __cplusplus
 }
 #endif
@@ -1972,7 +2108,8 @@ extern "C" {
 static const struct {
     const char *name;
     size_t size;
-} dt__dtypes[] = { { "f32", 4 }, { "bf16", 2 }, { "f16", 2 }, { "f64", 8 }, { "i32", 4 } };
+} dt__dtypes[] = { { "f32", 4 }, { "bf16", 2 }, { "f16", 2 }, { "f64", 8 }, { "i32", 4 },
+    { "u8", 1 }, { "i64", 8 } };
 
 static int dt__dtype_known(dt_dtype dtype) {
     return (size_t)dtype < sizeof dt__dtypes / sizeof *dt__dtypes;
@@ -2178,6 +2315,8 @@ static inline double dt__number(dt_dtype dtype, const void *array, size_t i) {
     case DT_F16: return (double)dt__f16_to_f32(((const uint16_t *)array)[i]);
     case DT_F64: return ((const double *)array)[i];
     case DT_I32: return (double)((const int32_t *)array)[i];
+    case DT_U8: return (double)((const uint8_t *)array)[i];
+    case DT_I64: return (double)((const int64_t *)array)[i];
     }
     return NAN;
 }
@@ -2192,10 +2331,20 @@ static inline void dt__set_number(dt_dtype dtype, void *array, size_t i, double 
         x = x != x ? 0 : x > 2147483647.0 ? 2147483647.0 : x < -2147483648.0 ? -2147483648.0 : x;
         ((int32_t *)array)[i] = (int32_t)x;
         break;
+    case DT_U8: ((uint8_t *)array)[i] = (uint8_t)(x > 0 ? (x < 255 ? x : 255) : 0); break;
+    case DT_I64: /* 2^63 itself is too large, and the largest double below it is not */
+        ((int64_t *)array)[i] = x != x         ? 0
+                                : x >= 0x1p63  ? INT64_MAX
+                                : x <= -0x1p63 ? INT64_MIN
+                                               : (int64_t)x;
+        break;
     }
 }
 
 DT__INLINE int dt__narrow(dt_dtype dtype) { return dtype == DT_BF16 || dtype == DT_F16; }
+DT__INLINE int dt__integer(dt_dtype dtype) {
+    return dtype == DT_I32 || dtype == DT_U8 || dtype == DT_I64;
+}
 DT__INLINE dt_dtype dt__wide(dt_dtype dtype, int wide) {
     return wide && dt__narrow(dtype) ? DT_F32 : dtype;
 }
@@ -2491,8 +2640,10 @@ typedef struct dt__chunk {
 typedef struct dt__arena {
     dt_mem mem;
     const char *what;       /* its owner in error texts; NULL: "an arena" */
-    size_t min_chunk;       /* size of the next chunk, unless a request is larger */
+    size_t min_chunk;       /* size of the first chunk, unless a request is larger */
+    int borrows;            /* 1: its chunks are buffers of the pool, which a reset gives back */
     dt__chunk *chunks;      /* list; the current chunk comes first */
+    int number;             /* of an arena of a pool: its place in the pool */
     struct dt__arena *next; /* if this arena is free: the next one of its pool */
 } dt__arena;
 
@@ -2510,8 +2661,16 @@ typedef struct dt__buffer {
     size_t bytes;
     dt_mem mem;
     int busy;
-    int of_tensor; /* 1 if a tensor requested it, so its size may be needed only in this step */
+    int any_size;      /* 1: a request of any size may take it; 0: only one of exactly `bytes` */
+    int64_t last_step; /* the number of dt_clear_grads calls when it was last in use */
 } dt__buffer;
+
+/* The number of activation bytes that each block of a stage has needed so far, by the block's index
+   in its micro-batch. */
+typedef struct dt__stage_sizes {
+    size_t *bytes;
+    int capacity;
+} dt__stage_sizes;
 
 struct dt_ctx {
     dt_kernels kernels;
@@ -2534,6 +2693,11 @@ struct dt_ctx {
     size_t work_bytes;
     dt_listener *listeners;
 
+    /* of the training state: the groups over which it sums the gradients of dense parameters and of
+       experts (NULL: one rank) */
+    const dt_group *data_groups[2];
+    int has_training_state;
+
     dt_tensor **params; /* (param_capacity); the first n_params are used */
     int n_params, param_capacity;
     char *scope_prefix;
@@ -2552,15 +2716,35 @@ struct dt_ctx {
     dt_block_state *entered_block;  /* innermost entered block that was not left yet */
     /* 1 during a gather for one access that is outside of any op */
     int outside_op;
+    /* dt_check_finite is on; the first op since then that made an Inf, and its block */
+    int check_finite;
+    int inf_block;
+    const char *inf_op;
+    /* the first micro-batch of the step whose loss is not finite, -1 if there is none; on a device
+       only known with check_finite */
+    int bad_loss_micro;
+    dt__stage_sizes *stage_sizes;
+    int stage_capacity;
     dt__arena *grad_pool;
     /* free arenas for the data of recomputed blocks */
     dt__arena *recompute_pool;
+    int n_arenas; /* number of arenas that both pools have made */
+    /* 1 between dt_dispatch and dt_combine, where the number of rows depends on the data: a tensor
+       of so many rows gets memory for the most rows, so the memory does not depend on the data */
+    int varying_rows;
+    int64_t rows;     /* the number of rows */
+    int64_t max_rows; /* the largest possible number of rows; 0 if it is not known */
     /* fingerprint of the ops that the current block has recorded; 0 if there are none */
     uint64_t fingerprint;
     int recomputing; /* nesting depth of second runs of recomputed blocks */
     int micro, micro_count;
     int no_grad;
     double loss_scale;
+    int64_t steps; /* number of dt_clear_grads calls, of which a step has one */
+    /* call sites: next_site of the next operation, as its macro has set it; site of the public
+       function that runs now, which all its operations share. NULL files if not known */
+    dt_site next_site, site;
+    int warned_unused_input; /* 1: dt_pipe_run has logged its notice about a stage's input */
 };
 
 /* Updates the memory counters: sign is +1 for an allocation, -1 for a free. No other function
@@ -2769,6 +2953,7 @@ dt_ctx *dt_ctx_make(dt_ctx_desc desc) {
     ctx->rank = desc.rank;
     ctx->seed = desc.seed ? desc.seed : 1;
     ctx->micro_count = 1;
+    ctx->bad_loss_micro = -1;
     ctx->loss_scale = 1;
     ctx->mem_limit = desc.mem_limit;
     dt__account(ctx, DT_MEM_HOST, sizeof *ctx, +1);
@@ -2788,6 +2973,7 @@ static void dt__params_free(dt_ctx *ctx);
 static void dt__buffers_free(dt_ctx *ctx);
 static void *dt__buffer_acquire(dt_ctx *ctx, dt_mem mem, size_t bytes);
 static void dt__buffer_release(dt_ctx *ctx, void *data);
+static void dt__buffer_free(dt_ctx *ctx, void *data);
 
 void dt_ctx_free(dt_ctx *ctx) {
     if (!ctx) return;
@@ -2888,6 +3074,33 @@ dt_status dt_fail(dt_ctx *ctx, dt_status status, const char *fmt, ...) {
     return status;
 }
 
+dt_ctx *dt_ctx_here(dt_ctx *ctx, const char *file, int line) {
+    dt_site here = { file, line };
+    if (ctx) ctx->next_site = here;
+    return ctx;
+}
+
+dt_tensor *dt_tensor_here(const dt_tensor *t, const char *file, int line) {
+    if (t) dt_ctx_here(t->ctx, file, line);
+    return (dt_tensor *)t;
+}
+
+/* A public function that does several operations opens its call site, and closes it with the value
+   that dt__site_open has returned. If public functions call each other, the outermost call's site
+   stays open, because that is the line of the user. */
+static dt_site dt__site_open(dt_ctx *ctx) {
+    dt_site outer = { NULL, 0 }, none = outer;
+    if (!ctx) return outer;
+    outer = ctx->site;
+    if (!outer.file) ctx->site = ctx->next_site;
+    ctx->next_site = none;
+    return outer;
+}
+
+static void dt__site_close(dt_ctx *ctx, dt_site outer) {
+    if (ctx) ctx->site = outer;
+}
+
 dt_status dt_error(const dt_ctx *ctx) { return ctx ? ctx->status : DT_ERR_MEM; }
 const char *dt_error_text(const dt_ctx *ctx) {
     return ctx ? ctx->text : "no context: out of memory";
@@ -2909,7 +3122,12 @@ static dt_status dt__kernel_done(
             if (l->kernel_done) l->kernel_done(ctx, l->user);
         return ctx->status;
     }
-    const char *why = status == DT_ERR_UNSUPPORTED ? "not available for these arguments"
+#ifdef DT_NO_KERNELS
+    const char *missing = "not available for these arguments, or left out by DT_NO_KERNELS";
+#else
+    const char *missing = "not available for these arguments";
+#endif
+    const char *why = status == DT_ERR_UNSUPPORTED ? missing
                       : status == DT_ERR_ARG ? "an index, a value or the scratch is out of range"
                                              : dt_status_name(status);
     return dt_fail(ctx, status, "%s%s%s%s: kernel %s on %s: %s", what, of ? "(" : "", of ? of : "",
@@ -3165,10 +3383,59 @@ void dt_stage(dt_ctx *ctx, int stage) {
     ctx->scope++;
 }
 
+/* The placement of a tensor over one group. A shard of dimension dim begins at every index of the
+   dimensions before it. dt_reshape may merge these dimensions into dim: then `outer` is the product
+   of those that are in dim now, and the shard's part of dim is (outer, size / outer) instead of
+   (1, size). */
+typedef struct dt__placed {
+    const dt_group *group;
+    dt_placement at;
+    int64_t outer;
+} dt__placed;
+
+enum { DT__MAX_PLACED = 6 };
+struct dt_placements {
+    int n;
+    int any; /* 1: an op of the user made the tensor, so nothing is known over other groups */
+    /* of two groups that shard one dimension, the second shards the slices of the first */
+    dt__placed over[DT__MAX_PLACED];
+};
+
+/* Nothing is known about the tensor over any group. */
+static const dt_placements dt__unknown_placements = { .n = 0, .any = 1 };
+
+/* Appends a placement. Forgets all of them if there are too many groups. */
+static void dt__placements_add(dt_placements *list, dt__placed p) {
+    if (list->n < DT__MAX_PLACED) {
+        list->over[list->n++] = p;
+    } else {
+        list->n = 0;
+        list->any = 1;
+    }
+}
+
+/* The placements that a parameter's description states. */
+static dt_placements dt__param_placements(const dt_param_desc *d) {
+    dt_placements list;
+    memset(&list, 0, sizeof list);
+    for (int i = 0; i < 5; i++) {
+        const dt_comm *comm = i < 3 ? d->shards[i].comm : d->grad_placements[i - 3].comm;
+        dt__placed p = { (const dt_group *)comm, DT_REPLICATE, 1 };
+        if (!comm || p.group->size == 1) continue;
+        if (i < 3)
+            p.at = DT_SHARD(d->shards[i].dim);
+        else if (d->grad_placements[i - 3].kind == DT_GRAD_PARTIAL)
+            p.at = DT_COPY;
+        dt__placements_add(&list, p);
+    }
+    return list;
+}
+
 /* A parameter's tensor and info; the name follows in the same allocation. */
 typedef struct dt__param_memory {
     dt_tensor tensor;
     dt_param_info info;
+    dt_placements placements;
 } dt__param_memory;
 
 static size_t dt__param_bytes(const char *name) {
@@ -3207,7 +3474,7 @@ static dt_status dt__param_check(
     if (!(d.lr_scale >= 0 && d.lr_scale < HUGE_VAL))
         return dt_fail(ctx, DT_ERR_ARG,
             "dt_param(%s): lr_scale %g; it must be finite and not negative", name, d.lr_scale);
-    if (dt_dtype_size(d.dtype) == 0 || d.dtype == DT_I32)
+    if (dt_dtype_size(d.dtype) == 0 || dt__integer(d.dtype))
         return dt_fail(ctx, DT_ERR_ARG, "dt_param(%s): type %s; use f32, bf16, f16 or f64", name,
             dt_dtype_name(d.dtype));
     return DT_OK;
@@ -3257,6 +3524,8 @@ dt_tensor *dt_param_at(
     t->ctx = ctx;
     t->needs_grad = !desc.frozen;
     t->param = p;
+    memory->placements = dt__param_placements(&desc);
+    if (memory->placements.n) t->placements = &memory->placements;
     ctx->params[ctx->n_params++] = t;
     return t;
 }
@@ -3475,6 +3744,7 @@ static dt_status dt__grad_enter(dt_ctx *ctx, dt_bucket *bucket, dt_grad_state to
 }
 
 void dt_clear_grads(dt_ctx *ctx) {
+    if (ctx) ctx->steps++;
     for (int u = 0; u < dt_bucket_count(ctx); u++) {
         dt_bucket *bucket = dt_bucket_get(ctx, u);
         bucket->micros = 0;
@@ -3596,16 +3866,25 @@ static void dt__params_free(dt_ctx *ctx) {
 
 /* An arena is a bump allocator: allocation advances an offset, and a reset of the offset frees all
    tensors at once. An arena grows by chunks. After a reset, the arena replaces several chunks by
-   one chunk of the total size, so after the first steps a training step allocates nothing.
+   one chunk of the total size.
 
        | tensor | tensor | tensor |   free   |      alloc: used += bytes      reset: used = 0
 
    A buffer holds the data of one tensor that is dropped before its block's arena is reset, a
-   bucket's gradient of one micro-batch, or a bucket's gathered values. All buffers come from one
-   pool: a request takes the smallest free buffer of its memory class that is large enough. Tensors
-   may have other sizes in each step, for example the rows that experts receive. If all free buffers
-   are too small for a tensor, the new buffer replaces one that was made for a tensor, so that the
-   pool does not keep a buffer of every size. */
+   bucket's gradient of one micro-batch, a bucket's gathered values, or the chunk of a block. All
+   buffers come from one pool.
+
+   Steady memory: a step that makes the requests of the step before, in the same order, gets the
+   same buffers and allocates nothing. So the memory of the second step is that of every later step,
+   and a dry run of two steps knows it. No choice may depend on what earlier steps have left:
+
+     - a request of a fixed size gets a free buffer of exactly this size. There are then as many
+       buffers of a size as were in use at the same time. A buffer that two steps have not used is
+       freed when another size is needed
+     - a tensor may have another size in each step, for example the rows that experts receive. A
+       tensor gets the first free buffer of any size, in the order in which the buffers were made;
+       a buffer that is too small is replaced. Tensors of DT__HALVES have fixed sizes
+     - a pool of arenas hands out the first free arena, in the order in which they were made */
 
 #if defined(__SANITIZE_ADDRESS__)
 #define DT__ASAN 1
@@ -3620,7 +3899,20 @@ static void dt__params_free(dt_ctx *ctx) {
 #define DT__ASAN 0
 #endif
 
-enum { DT__MIN_CHUNK_ACTS = 64 << 10, DT__MIN_CHUNK_META = 8 << 10 };
+enum { DT__MIN_CHUNK_ACTS = 4 << 10, DT__MIN_CHUNK_META = 8 << 10, DT__MAX_GROWTH = 64 << 10 };
+
+static size_t dt__arena_used(const dt__arena *a) {
+    size_t total = 0;
+    for (const dt__chunk *c = a->chunks; c; c = c->next) total += c->used;
+    return total;
+}
+
+/* Returns the size of the next chunk. An arena that is too small doubles, up to DT__MAX_GROWTH. */
+static size_t dt__chunk_bytes(const dt__arena *a, size_t bytes) {
+    size_t used = dt__arena_used(a), min = used < DT__MAX_GROWTH ? used : (size_t)DT__MAX_GROWTH;
+    if (used == 0) min = a->min_chunk;
+    return DT__ASAN || bytes > min ? bytes : min;
+}
 
 static void *dt__arena_alloc(dt_ctx *ctx, dt__arena *a, size_t bytes) {
     if (bytes == 0) bytes = 1;
@@ -3629,18 +3921,20 @@ static void *dt__arena_alloc(dt_ctx *ctx, dt__arena *a, size_t bytes) {
     if (!DT__ASAN) bytes = (bytes + 63) / 64 * 64;
     dt__chunk *c = a->chunks;
     if (!c || c->size - c->used < bytes) {
-        size_t size = DT__ASAN || bytes > a->min_chunk ? bytes : a->min_chunk;
+        size_t size = dt__chunk_bytes(a, bytes);
         const char *what = a->what ? a->what : "an arena";
-        c = (dt__chunk *)dt__host_zeroed(ctx, sizeof *c, what);
+        int empty = c && !c->data; /* the struct of a chunk that went back to the pool */
+        if (!empty) c = (dt__chunk *)dt__host_zeroed(ctx, sizeof *c, what);
         if (!c) return NULL;
-        c->data = (char *)dt_alloc(ctx, a->mem, size, what);
+        c->data = (char *)(a->borrows ? dt__buffer_acquire(ctx, a->mem, size)
+                                      : dt_alloc(ctx, a->mem, size, what));
         if (!c->data) {
-            dt_free(ctx, DT_MEM_HOST, c, sizeof *c);
+            if (!empty) dt_free(ctx, DT_MEM_HOST, c, sizeof *c);
             return NULL;
         }
         dt_log(ctx, DT_LOG_DETAIL, "an arena grows by %zu bytes", size);
         c->size = size;
-        c->next = a->chunks;
+        if (!empty) c->next = a->chunks;
         a->chunks = c;
     }
     void *p = c->data + c->used;
@@ -3652,7 +3946,10 @@ static void dt__arena_free(dt_ctx *ctx, dt__arena *a) {
     while (a->chunks) {
         dt__chunk *c = a->chunks;
         a->chunks = c->next;
-        dt_free(ctx, a->mem, c->data, c->size);
+        if (a->borrows)
+            dt__buffer_free(ctx, c->data);
+        else
+            dt_free(ctx, a->mem, c->data, c->size);
         dt_free(ctx, DT_MEM_HOST, c, sizeof *c);
     }
 }
@@ -3660,18 +3957,25 @@ static void dt__arena_free(dt_ctx *ctx, dt__arena *a) {
 /* Empties the arena. If the arena has several chunks, frees them; the next allocation makes one
    chunk of the total size. */
 static void dt__arena_reset(dt_ctx *ctx, dt__arena *a) {
-    size_t total = 0;
-    if (!a->chunks) return;
-    for (dt__chunk *c = a->chunks; c; c = c->next) total += c->used;
-    if (a->chunks->next || DT__ASAN) {
+    size_t total = dt__arena_used(a);
+    dt__chunk *c = a->chunks;
+    if (!c) return;
+    if (c->next || DT__ASAN) {
         dt__arena_free(ctx, a);
         if (total > a->min_chunk) a->min_chunk = total;
-    } else {
-        a->chunks->used = 0;
+        return;
     }
+    c->used = 0;
+    if (!a->borrows || !c->data) return;
+    if (c->size == a->min_chunk)
+        dt__buffer_release(ctx, c->data);
+    else
+        dt__buffer_free(ctx, c->data); /* no later chunk has this size */
+    c->data = NULL;
+    c->size = 0;
 }
 
-/* Takes the arena that was released last from a pool, or makes one if the pool is empty. */
+/* Takes the first free arena of a pool, or makes one if none is free. */
 static dt__arena *dt__arena_acquire(dt_ctx *ctx, dt__arena **pool) {
     dt__arena *a = *pool;
     if (a) {
@@ -3682,13 +3986,15 @@ static dt__arena *dt__arena_acquire(dt_ctx *ctx, dt__arena **pool) {
     if (!a) return NULL;
     a->mem = DT_MEM_ACTS;
     a->min_chunk = DT__MIN_CHUNK_ACTS;
+    a->number = ctx->n_arenas++;
     return a;
 }
 
-/* Empties arena *a, returns it to a pool, and sets *a to NULL. *a may be NULL. */
+/* Empties arena *a, returns it to its place in a pool, and sets *a to NULL. *a may be NULL. */
 static void dt__arena_release(dt_ctx *ctx, dt__arena **pool, dt__arena **a) {
     if (!*a) return;
     dt__arena_reset(ctx, *a);
+    while (*pool && (*pool)->number < (*a)->number) pool = &(*pool)->next;
     (*a)->next = *pool;
     *pool = *a;
     *a = NULL;
@@ -3703,53 +4009,84 @@ static void dt__arenas_free(dt_ctx *ctx, dt__arena **pool) {
     }
 }
 
-/* Returns a buffer of class `mem` with at least `bytes` bytes, for a tensor if of_tensor is 1; NULL
-   after a failure. */
-static void *dt__buffer_acquire_at(dt_ctx *ctx, dt_mem mem, size_t bytes, int of_tensor) {
-    dt__buffer *best = NULL, *small = NULL;
-    if (bytes == 0) bytes = 1;
+/* Frees the buffers of exact sizes that no request has taken in the last two steps: the program's
+   sizes have changed. Steps that are alike never lose a buffer. */
+static void dt__buffers_evict(dt_ctx *ctx, dt_mem mem) {
     for (int i = 0; i < ctx->n_buffers; i++) {
         dt__buffer *s = &ctx->buffers[i];
-        if (s->busy || s->mem != mem) continue;
-        if (s->bytes >= bytes && (!best || s->bytes < best->bytes)) best = s;
-        if (s->bytes < bytes && s->of_tensor && (!small || s->bytes > small->bytes)) small = s;
+        if (!s->data || s->busy || s->any_size || s->mem != mem || s->last_step + 2 >= ctx->steps)
+            continue;
+        dt_free(ctx, mem, s->data, s->bytes);
+        s->data = NULL;
     }
-    if (!best && small && of_tensor) {
-        dt_free(ctx, mem, small->data, small->bytes);
-        *small = ctx->buffers[--ctx->n_buffers];
+}
+
+/* Returns an entry of the table of buffers that has no memory; NULL after a failure. */
+static dt__buffer *dt__buffer_entry(dt_ctx *ctx) {
+    dt__buffer *grown = (dt__buffer *)dt__grow(ctx, ctx->buffers, ctx->n_buffers,
+        &ctx->buffer_capacity, sizeof *grown, "table of buffers");
+    if (!grown) return NULL;
+    ctx->buffers = grown;
+    memset(&grown[ctx->n_buffers], 0, sizeof *grown);
+    return &grown[ctx->n_buffers++];
+}
+
+/* Returns a buffer of class `mem` with at least `bytes` bytes: of exactly this size, or, if
+   any_size is 1, the first free buffer of any size. Returns NULL after a failure. */
+static void *dt__buffer_acquire_at(dt_ctx *ctx, dt_mem mem, size_t bytes, int any_size) {
+    dt__buffer *found = NULL, *hole = NULL;
+    if (bytes == 0) bytes = 1;
+    for (int i = 0; i < ctx->n_buffers && !found; i++) {
+        dt__buffer *s = &ctx->buffers[i];
+        if (!s->data && !hole) hole = s;
+        if (!s->data || s->busy || s->mem != mem || s->any_size != any_size) continue;
+        if (any_size || s->bytes == bytes) found = s;
     }
-    if (!best) {
-        dt__buffer *grown = (dt__buffer *)dt__grow(ctx, ctx->buffers, ctx->n_buffers,
-            &ctx->buffer_capacity, sizeof *grown, "table of buffers");
-        if (!grown) return NULL;
-        ctx->buffers = grown;
-        best = &grown[ctx->n_buffers];
-        best->data = dt_alloc(ctx, mem, bytes, "a buffer");
-        if (!best->data) return NULL;
-        best->bytes = bytes;
-        best->mem = mem;
-        best->of_tensor = of_tensor;
-        ctx->n_buffers++;
+    if (found && found->bytes < bytes) {
+        dt_free(ctx, mem, found->data, found->bytes);
+        found->data = NULL;
     }
-    best->busy = 1;
-    return best->data;
+    if (!found && !any_size) dt__buffers_evict(ctx, mem);
+    /* a new buffer for tensors comes last, so that the order of those before it stays; with
+       AddressSanitizer every buffer is new */
+    if (!found) found = hole && (DT__ASAN || !any_size) ? hole : dt__buffer_entry(ctx);
+    if (!found) return NULL;
+    if (!found->data) {
+        found->data = dt_alloc(ctx, mem, bytes, "a buffer");
+        if (!found->data) return NULL;
+        found->bytes = bytes;
+        found->mem = mem;
+        found->any_size = any_size;
+    }
+    found->busy = 1;
+    found->last_step = ctx->steps;
+    return found->data;
 }
 
 static void *dt__buffer_acquire(dt_ctx *ctx, dt_mem mem, size_t bytes) {
     return dt__buffer_acquire_at(ctx, mem, bytes, 0);
 }
 
+static dt__buffer *dt__buffer_of(dt_ctx *ctx, const void *data) {
+    for (int i = 0; data && i < ctx->n_buffers; i++)
+        if (ctx->buffers[i].data == data) return &ctx->buffers[i];
+    return NULL;
+}
+
+/* Frees a buffer. data may be NULL. */
+static void dt__buffer_free(dt_ctx *ctx, void *data) {
+    dt__buffer *s = dt__buffer_of(ctx, data);
+    if (!s) return;
+    dt_free(ctx, s->mem, s->data, s->bytes);
+    s->data = NULL;
+    s->busy = 0;
+}
+
 /* Returns a buffer to the pool. data may be NULL. */
 static void dt__buffer_release(dt_ctx *ctx, void *data) {
-    for (int i = 0; i < ctx->n_buffers; i++) {
-        dt__buffer *s = &ctx->buffers[i];
-        if (s->data != data) continue;
-        s->busy = 0;
-        if (!DT__ASAN) return;
-        dt_free(ctx, s->mem, s->data, s->bytes); /* so that the sanitizer sees a later use */
-        *s = ctx->buffers[--ctx->n_buffers];
-        return;
-    }
+    dt__buffer *s = dt__buffer_of(ctx, data);
+    if (s) s->busy = 0, s->last_step = ctx->steps;
+    if (DT__ASAN) dt__buffer_free(ctx, data); /* so that the sanitizer sees a later use */
 }
 
 static void dt__buffers_free(dt_ctx *ctx) {
@@ -3770,13 +4107,15 @@ enum { DT__FORWARD_ONLY = 0, DT__INPUT_HALF_DONE, DT__BACKWARD_DONE };
 
 /* A block: its recorded ops, newest first, and the memory of the ops' outputs. Block 0, the root of
    a tape, is the micro-batch; dt_block makes the other blocks. A reset returns the blocks with
-   their arenas to the tape's pool, so the k-th block of every step gets an arena of the right size.
+   their structs to the tape's pool. The memory of a block's data is one buffer, of the size that
+   the block has needed before (dt__block_bytes), so all tapes of a pipeline share it.
 
    A recomputed block, and every block inside it, borrows an arena for its data from
    ctx->recompute_pool. A plain block keeps its arena, so the two kinds of blocks have separate
-   pools. The structs of tensors and nodes (meta) stay until the reset, so that dt can report a use
-   of freed data. The data of `out` are in the parent's arena, but the gradient of `out` is in the
-   block's: in the parent's, the gradients of all outputs would be alive at once. */
+   pools. The structs of tensors and nodes (meta) stay until the second reset, so that dt can report
+   a use of freed data, also after the reset that freed them: two arenas take turns. The data of
+   `out` are in the parent's arena, but the gradient of `out` is in the block's: in the parent's,
+   the gradients of all outputs would be alive at once. */
 struct dt_block_state {
     dt_ctx *ctx;
     dt_block_state *parent;
@@ -3786,8 +4125,9 @@ struct dt_block_state {
     /* arena of the data of the block's tensors: &own_acts, or an arena borrowed from
        recompute_pool; NULL after these data were freed */
     dt__arena *acts;
-    dt__arena own_acts;
-    dt__arena meta; /* structs of tensors and nodes, in host memory */
+    dt__arena own_acts; /* its chunks come from the pool of buffers */
+    dt__arena meta;     /* structs of tensors and nodes, in host memory */
+    dt__arena old_meta; /* those from before the last reset, which are dead */
     /* arena of the gradients of the block's tensors, from their first use to the end of the block's
        backward; else NULL */
     dt__arena *grads;
@@ -3795,6 +4135,7 @@ struct dt_block_state {
        each parameter, number of its recorded uses whose backward has not run yet */
     int *pending_uses;
     int backward_done; /* DT__FORWARD_ONLY .. DT__BACKWARD_DONE */
+    int split;         /* 1: the backward of this micro-batch will run in two halves */
     int n_blocks;      /* number of dt_block calls of this micro-batch */
     /* free blocks with their arenas: [0] plain, [1] recomputed */
     dt_block_state *pool[2];
@@ -3822,15 +4163,52 @@ static dt_block_state *dt__block_acquire(dt_ctx *ctx, int recomputed) {
         if (!b) return NULL;
         b->ctx = ctx;
         b->own_acts.mem = DT_MEM_ACTS;
-        b->own_acts.min_chunk = DT__MIN_CHUNK_ACTS;
-        b->meta.mem = DT_MEM_HOST;
-        b->meta.min_chunk = DT__MIN_CHUNK_META;
+        b->own_acts.borrows = 1;
+        b->meta.mem = b->old_meta.mem = DT_MEM_HOST;
+        b->meta.min_chunk = b->old_meta.min_chunk = DT__MIN_CHUNK_META;
     }
     b->parent = b->children = b->sibling = b->rerun = NULL;
     b->acts = &b->own_acts;
+    b->index = 0;
     b->fn = NULL;
     b->out = b->tensors = b->last_x = b->last_y = NULL;
     return b;
+}
+
+/* Returns the size of the arena of block `index` of a stage, which is 0 if no micro-batch has run
+   this block before; NULL after a failure. */
+static size_t *dt__block_bytes(dt_ctx *ctx, int stage, int index) {
+    while (stage >= ctx->stage_capacity) {
+        dt__stage_sizes *grown = (dt__stage_sizes *)dt__grow(ctx, ctx->stage_sizes,
+            ctx->stage_capacity, &ctx->stage_capacity, sizeof *grown, "sizes of stages");
+        if (!grown) return NULL;
+        ctx->stage_sizes = grown;
+    }
+    dt__stage_sizes *sizes = &ctx->stage_sizes[stage];
+    while (index >= sizes->capacity) {
+        size_t *grown = (size_t *)dt__grow(
+            ctx, sizes->bytes, sizes->capacity, &sizes->capacity, sizeof *grown, "sizes of blocks");
+        if (!grown) return NULL;
+        sizes->bytes = grown;
+    }
+    return &sizes->bytes[index];
+}
+
+/* Before a block's first tensor: its arena gets one chunk of the size that the block needed in
+   earlier micro-batches. */
+static dt_status dt__block_size_begin(dt_ctx *ctx, dt_block_state *b) {
+    const size_t *bytes = dt__block_bytes(ctx, ctx->root->stage, b->index);
+    if (bytes) b->own_acts.min_chunk = *bytes ? *bytes : (size_t)DT__MIN_CHUNK_ACTS;
+    return ctx->status;
+}
+
+/* After a block's last tensor: records the size that the block needed. */
+static void dt__block_size_end(dt_ctx *ctx, dt_block_state *b) {
+    size_t *bytes = dt__block_bytes(ctx, ctx->root->stage, b->index),
+           used = dt__arena_used(&b->own_acts);
+    if (!bytes) return;
+    if (used > *bytes) *bytes = used;
+    if (used > 0) b->own_acts.min_chunk = *bytes;
 }
 
 /* Who owns a tensor's data, and when the data are dropped. Parameters follow their bucket and views
@@ -3843,20 +4221,32 @@ static dt_block_state *dt__block_acquire(dt_ctx *ctx, int recomputed) {
        DT__NO_GRAD     its own, ACTS       its block ends or the next block   nothing
                                            begins; see dt_no_grad
        DT__KEPT        its own, ACTS       reset                              nothing
+       DT__HALVES      its own, ACTS       after the input half, unless the   the block's second run
+                                           weight half reads them; reset
+       DT__DEAD        none                by the last reset                  nothing
 
    In the root, transient data stay until the backward of their op or the reset, because no call
    marks the end of the root's forward. A tensor of DT__NO_GRAD that a recorded op has read is not
    dropped before the reset, because the op's backward may read it. `data` is NULL from the drop
-   on. */
-enum { DT__IN_ARENA = 0, DT__TRANSIENT, DT__NO_GRAD, DT__KEPT };
+   on. DT__HALVES keeps the memory of zero bubble schedules low, in which several micro-batches wait
+   for their weight half; tensors below DT__MIN_HALVES bytes, and those whose size depends on the
+   data, stay in the arena. */
+enum { DT__IN_ARENA = 0, DT__TRANSIENT, DT__NO_GRAD, DT__KEPT, DT__HALVES, DT__DEAD };
+enum { DT__MIN_HALVES = 1 << 10 };
+
+/* Returns the bytes of memory for the data, or the gradient, of t. */
+static size_t dt__reserved_bytes(const dt_tensor *t) {
+    return t->reserved > dt__bytes(t) ? t->reserved : dt__bytes(t);
+}
 
 /* Gives t memory for its data. Returns the data; NULL after a failure. */
 static void *dt__data_alloc(dt_tensor *t) {
     dt_ctx *ctx = t->ctx;
     dt_mem mem = t->storage == DT__TRANSIENT ? DT_MEM_COMM : DT_MEM_ACTS;
-    size_t bytes = DT__ASAN ? dt__bytes(t) : (dt__bytes(t) + 63) / 64 * 64;
-    t->data = t->storage == DT__IN_ARENA ? dt__arena_alloc(ctx, t->block->acts, bytes)
-                                         : dt__buffer_acquire_at(ctx, mem, bytes, 1);
+    size_t bytes = DT__ASAN ? dt__bytes(t) : (dt__reserved_bytes(t) + 63) / 64 * 64;
+    t->data = t->storage == DT__IN_ARENA
+                  ? dt__arena_alloc(ctx, t->block->acts, bytes)
+                  : dt__buffer_acquire_at(ctx, mem, bytes, t->storage != DT__HALVES);
     return t->data;
 }
 
@@ -3870,11 +4260,25 @@ static void dt__data_drop_if_unread(dt_tensor *t) {
     if (t->storage == DT__NO_GRAD && !t->readers) dt__data_drop(t);
 }
 
-/* Drops the gradient of t if it has a buffer. */
-static void dt__grad_drop(dt_tensor *t) {
-    if (!t->transient_grad) return;
+/* Values of transient_grad: the gradient has a buffer of its own. That of DT__TRANSIENT_GRAD has
+   class COMM, that of DT__HALVES_GRAD, of a tensor of DT__HALVES, class ACTS; both live until the
+   backward of the tensor's op. That of DT__KEPT_GRAD has class ACTS and lives until the reset. */
+enum { DT__TRANSIENT_GRAD = 1, DT__HALVES_GRAD, DT__KEPT_GRAD };
+
+/* Drops the gradient of t if it has a buffer of its own. Before the reset, leaves one of
+   DT__KEPT_GRAD. */
+static void dt__grad_drop(dt_tensor *t, int at_reset) {
+    if (!t->transient_grad || (t->transient_grad == DT__KEPT_GRAD && !at_reset)) return;
     dt__buffer_release(t->ctx, t->grad);
     t->grad = NULL;
+}
+
+/* Marks a tensor whose data a reset has freed. A later use fails (dt__fail_if_dropped). */
+static void dt__tensor_bury(dt_tensor *t) {
+    t->data = t->grad = NULL;
+    t->base = NULL;
+    t->producer = NULL;
+    t->storage = DT__DEAD;
 }
 
 /* Drops the data of all tensors of a block and of the blocks inside it, and releases the borrowed
@@ -3886,7 +4290,7 @@ static void dt__block_drop(dt_ctx *ctx, dt_block_state *b) {
     for (dt_tensor *t = b->tensors; t; t = t->next) {
         if (t->base) continue;
         dt__data_drop(t);
-        dt__grad_drop(t);
+        dt__grad_drop(t, 0);
     }
     if (b->acts != &b->own_acts) dt__arena_release(ctx, &ctx->recompute_pool, &b->acts);
 }
@@ -3951,10 +4355,24 @@ static void dt__block_release(dt_ctx *ctx, dt_block_state *b) {
         b->children = child->sibling;
         dt__block_release(ctx, child);
     }
+    for (dt_tensor *t = b->tensors; t; t = t->next) {
+        if (!t->base) dt__grad_drop(t, 1);
+        dt__tensor_bury(t);
+    }
     dt__arena_release(ctx, &ctx->grad_pool, &b->grads);
     int recomputed = b->acts != &b->own_acts;
+    dt__block_size_end(ctx, b);
     dt__arena_reset(ctx, &b->own_acts);
-    dt__arena_reset(ctx, &b->meta);
+    int several = b->old_meta.chunks && b->old_meta.chunks->next;
+    dt__arena_reset(ctx, &b->old_meta);
+    /* one chunk now, so that only the second step allocates and no later one */
+    if (several && !DT__ASAN && dt__arena_alloc(ctx, &b->old_meta, b->old_meta.min_chunk))
+        b->old_meta.chunks->used = 0;
+    dt__arena dead = b->meta;
+    size_t used = dt__arena_used(&dead);
+    b->meta = b->old_meta;
+    b->old_meta = dead;
+    if (used > b->meta.min_chunk) b->meta.min_chunk = used; /* the next step needs as much */
     b->newest = NULL;
     b->tensors = b->last_x = b->last_y = NULL;
     b->sibling = ctx->root->pool[recomputed];
@@ -3964,6 +4382,7 @@ static void dt__block_release(dt_ctx *ctx, dt_block_state *b) {
 static void dt__block_free(dt_ctx *ctx, dt_block_state *b) {
     dt__arena_free(ctx, &b->own_acts);
     dt__arena_free(ctx, &b->meta);
+    dt__arena_free(ctx, &b->old_meta);
     dt_free(ctx, DT_MEM_HOST, b, sizeof *b);
 }
 
@@ -3986,11 +4405,12 @@ void dt_reset(dt_ctx *ctx) {
     dt__block_release(ctx, root);
     root->pool[0] = root->sibling; /* the root stays in use, so take it from the pool */
     root->sibling = NULL;
-    root->backward_done = root->n_blocks = 0;
+    root->backward_done = root->n_blocks = root->split = ctx->varying_rows = 0;
     if (root->pending_uses)
         memset(root->pending_uses, 0, (size_t)ctx->n_params * sizeof *root->pending_uses);
     ctx->current = root;
     ctx->entered_block = NULL;
+    ctx->inf_op = NULL;
     ctx->fingerprint = 0;
     dt__notify_reset(ctx);
 }
@@ -4027,9 +4447,10 @@ void dt_tape(dt_ctx *ctx, int tape, int stage) {
             root->stage, stage);
         return;
     }
-    int same = ctx->root == root;
+    int same = ctx->root == root, begins = root->stage != stage || !root->own_acts.min_chunk;
     root->stage = stage;
     ctx->root = ctx->current = root;
+    if (begins && dt__block_size_begin(ctx, root) != DT_OK) return;
     ctx->entered_block = NULL;
     if (!same) dt__notify_reset(ctx); /* prefetches were for the other tape */
 }
@@ -4052,6 +4473,11 @@ static void dt__tape_free(dt_ctx *ctx) {
     }
     ctx->root = ctx->current = NULL;
     dt_free(ctx, DT_MEM_HOST, ctx->tapes, (size_t)ctx->tape_capacity * sizeof *ctx->tapes);
+    for (int i = 0; i < ctx->stage_capacity; i++)
+        dt_free(ctx, DT_MEM_HOST, ctx->stage_sizes[i].bytes,
+            (size_t)ctx->stage_sizes[i].capacity * sizeof(size_t));
+    dt_free(
+        ctx, DT_MEM_HOST, ctx->stage_sizes, (size_t)ctx->stage_capacity * sizeof *ctx->stage_sizes);
     dt__arenas_free(ctx, &ctx->grad_pool);
     dt__arenas_free(ctx, &ctx->recompute_pool);
 }
@@ -4080,6 +4506,7 @@ static dt_tensor *dt__tensor(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const 
     t->name = name;
     t->ctx = ctx;
     t->block = ctx->current;
+    t->block_index = t->block->index;
     t->next = t->block->tensors;
     return t->block->tensors = t;
 }
@@ -4090,7 +4517,17 @@ static dt_tensor *dt__new_output(
     dt_tensor *t = dt__tensor(ctx, dtype, shape, name);
     if (!t) return NULL;
     int no_grad = ctx->no_grad && (t->block->no_grad || t->block == ctx->root);
-    t->storage = transient ? DT__TRANSIENT : no_grad ? DT__NO_GRAD : DT__IN_ARENA;
+    int varies = ctx->varying_rows && shape.nd > 0 && shape.d[0] == ctx->rows;
+    if (varies && ctx->max_rows > ctx->rows) {
+        shape.d[0] = ctx->max_rows;
+        t->reserved = (size_t)dt_count(shape) * dt_dtype_size(dtype);
+    }
+    int split = ctx->root->split && (!varies || ctx->max_rows > 0) &&
+                dt__reserved_bytes(t) >= DT__MIN_HALVES;
+    t->storage = transient ? DT__TRANSIENT
+                 : no_grad ? DT__NO_GRAD
+                 : split   ? DT__HALVES
+                           : DT__IN_ARENA;
     t->transient_grad = transient;
     return dt__data_alloc(t) ? t : NULL;
 }
@@ -4109,18 +4546,31 @@ dt_tensor *dt_new_transient(dt_ctx *ctx, dt_dtype dtype, dt_shape shape) {
 
 /* If the data of t were dropped, fails the context and returns 1. */
 static int dt__fail_if_dropped(const char *op, const dt_tensor *t) {
+    if (t->storage == DT__DEAD) {
+        dt__text place = t->block_index ? dt__format("block %d", t->block_index)
+                                        : dt__format("a forward outside of blocks");
+        dt_fail(t->ctx, DT_ERR_ARG,
+            "%s(%s): this tensor %s %s, which %s made in %s, is gone: dt_reset has freed it. To "
+            "carry values to the next step, dt_read them before dt_reset and pass them to dt_input "
+            "after it",
+            op, t->name, dt_dtype_name(t->dtype), dt__shape_text(t->shape).s, t->name, place.s);
+        return 1;
+    }
     static const char *const why[] = {
         "was made inside a recomputed dt_block and is gone; use it there, or return it from the "
         "block",
         "is transient, for example gathered from shards, and was dropped when its dt_block ended; "
         "use it inside the block",
         "was dropped under dt_no_grad, because its dt_block ended or a later one began; return it "
-        "from the block, or set dt_block_desc.keep in the block that has it as x or output"
+        "from the block, or set dt_block_desc.keep in the block that has it as x or output",
+        "was dropped after the input half of its backward"
     };
     const dt_tensor *owner = t;
     while (owner->base) owner = owner->base;
     if (owner->data || owner->param || !owner->block) return 0;
-    int storage = owner->storage == DT__KEPT ? DT__NO_GRAD : owner->storage;
+    int storage = owner->storage;
+    if (storage == DT__HALVES && !t->ctx->root->backward_done) storage = DT__IN_ARENA;
+    if (storage >= DT__KEPT) storage--;
     dt_fail(t->ctx, DT_ERR_ARG, "%s(%s): the tensor %s", op, t->name, why[storage]);
     return 1;
 }
@@ -4145,13 +4595,77 @@ static int dt__count_use(dt_ctx *ctx, const dt_tensor *t) {
     if (p->stage != ctx->root->stage)
         return dt_fail(ctx, DT_ERR_ARG,
                    "%s belongs to stage %d and is used on a tape of "
-                   "stage %d: a stage on another rank needs a copy, placed DT_GRAD_PARTIAL",
+                   "stage %d: dt_stage comes before the dt_param of a stage; a parameter of two "
+                   "stages needs a copy in each, placed DT_GRAD_PARTIAL",
                    t->name, p->stage, ctx->root->stage) == DT_OK;
     if (!*pending_uses)
         *pending_uses =
             (int *)dt__host_zeroed(ctx, (size_t)ctx->n_params * sizeof **pending_uses, "the tape");
     if (*pending_uses) (*pending_uses)[p->index]++;
     return *pending_uses != NULL;
+}
+
+/* ---- dt_check_finite ---- */
+
+/* Returns the index of the first element that is NaN, or with `inf` = 1 also Inf; -1 if there is
+   none. */
+static int64_t dt__find_bad(dt_ctx *ctx, dt_dtype dtype, const void *data, int64_t count, int inf) {
+    double copy[DT_PIECE];
+    size_t size = dt_dtype_size(dtype);
+    for (int64_t at = 0; at < count && data && !dt__integer(dtype); at += DT_PIECE) {
+        int64_t n = count - at < DT_PIECE ? count - at : DT_PIECE;
+        const char *from = (const char *)data + (size_t)at * size;
+        if (dt__move(ctx, copy, from, (size_t)n * size) != DT_OK || dt__sync(ctx) != DT_OK) break;
+        for (int64_t i = 0; i < n; i++) {
+            double x = dt__number(dtype, copy, (size_t)i);
+            if (isnan(x) || (inf && isinf(x))) return at + i;
+        }
+    }
+    return -1;
+}
+
+static int64_t dt__find_bad_value(const dt_tensor *t, int inf) {
+    return t ? dt__find_bad(t->ctx, t->dtype, t->data, dt_count(t->shape), inf) : -1;
+}
+
+/* Returns a description of the place in the program: "in block 3, micro-batch 2 of 4, stage 1". */
+static dt__text dt__place_text(const dt_ctx *ctx, const dt_block_state *b) {
+    dt__text text =
+        b && b->index ? dt__format("in block %d", b->index) : dt__format("outside of blocks");
+    if (ctx->micro_count > 1)
+        dt__put(&text, ", micro-batch %d of %d", ctx->micro + 1, ctx->micro_count);
+    if (ctx->has_stages) dt__put(&text, ", stage %d", ctx->root->stage);
+    if (ctx->inf_op && ctx->inf_block)
+        dt__put(&text, "; the first Inf came from %s in block %d", ctx->inf_op, ctx->inf_block);
+    else if (ctx->inf_op)
+        dt__put(&text, "; the first Inf came from %s, outside of blocks", ctx->inf_op);
+    return text;
+}
+
+/* Fails if the output of an op has a NaN. */
+static dt_status dt__check_output(
+    dt_ctx *ctx, const char *op, dt_tensor *const *in, int n, const dt_tensor *out) {
+    int64_t at = dt__find_bad_value(out, 0);
+    if (at < 0 && !ctx->inf_op && dt__find_bad_value(out, 1) >= 0) {
+        ctx->inf_op = op;
+        ctx->inf_block = ctx->current->index;
+        for (int i = 0; i < n; i++) /* an input from outside may have brought it */
+            if (dt__find_bad_value(in[i], 1) >= 0) ctx->inf_op = in[i]->name;
+    }
+    if (at < 0) return ctx->status;
+    dt__text place = dt__place_text(ctx, ctx->current);
+    for (int i = 0; i < n; i++) {
+        int64_t from = dt__find_bad_value(in[i], 0);
+        if (from >= 0)
+            return dt_fail(ctx, DT_ERR_NUMERIC,
+                "%s, %s: element %lld of its input %d, %.40s %.60s, is NaN; no op that was tested "
+                "has made it",
+                op, place.s, (long long)from, i, in[i]->name, dt__shape_text(in[i]->shape).s);
+    }
+    return dt_fail(ctx, DT_ERR_NUMERIC,
+        "%s makes a NaN, %s: element %lld of its output %.60s; its inputs on this rank have "
+        "no NaN",
+        op, place.s, (long long)at, dt__shape_text(out->shape).s);
 }
 
 /* Autograd tape. Appends a node for an op to the current block's list and returns it; NULL if no
@@ -4178,6 +4692,7 @@ static dt_node *dt__record(dt_tensor *out, dt_ctx *ctx, const dt_record_desc *d)
         needed |= d->in[i]->needs_grad;
         dt__owner(d->in[i])->readers++;
     }
+    if (ctx->check_finite && dt__check_output(ctx, d->name, d->in, n, out) != DT_OK) return NULL;
     if (!needed) return NULL;
     if (ctx->root->backward_done && !ctx->recomputing) {
         dt_fail(ctx, DT_ERR_ARG,
@@ -4211,20 +4726,739 @@ static dt_node *dt__record(dt_tensor *out, dt_ctx *ctx, const dt_record_desc *d)
     return node;
 }
 
+/* Records an op of this library, whose result has its placements already. */
+static dt_tensor *dt__record_op(dt_tensor *out, dt_record_desc d) {
+    out->name = d.name;
+    dt__record(out, out->ctx, &d);
+    return out->ctx->status == DT_OK ? out : NULL;
+}
+
+/* Records an op of the user, about whose result nothing is known unless dt_place has said it. */
+static dt_node *dt__record_own(dt_tensor *out, const dt_record_desc *d) {
+    dt_node *node = out ? dt__record(out, out->ctx, d) : NULL;
+    /* without gradients too, so that evaluation refuses nothing that training accepts */
+    if (out && out->ctx->status == DT_OK && !out->placements)
+        out->placements = &dt__unknown_placements;
+    return node;
+}
+
+/* bit of unread_inputs: the backward does not read the data of the output */
+enum { DT__UNREAD_OUTPUT = 1 << DT_MAX_INPUTS };
+
 void *dt_record_saved(dt_tensor *out, dt_record_desc desc) {
-    dt_node *node = out ? dt__record(out, out->ctx, &desc) : NULL;
+    desc.unread_inputs &= DT__UNREAD_OUTPUT - 1; /* this bit is private */
+    dt_node *node = dt__record_own(out, &desc);
     return node ? node->saved : NULL;
 }
 
 dt_tensor *dt_record(dt_tensor *out, dt_record_desc desc) {
-    if (out) {
-        out->name = desc.name;
-        dt__record(out, out->ctx, &desc);
-    }
+    if (out) out->name = desc.name;
+    desc.unread_inputs &= DT__UNREAD_OUTPUT - 1;
+    dt__record_own(out, &desc);
     return out && out->ctx->status == DT_OK ? out : NULL;
 }
 
-// ==== 17. Blocks and backward: code =============================================================
+// ==== 17. Placements: code ======================================================================
+
+/* Sharding propagation (PyTorch's DTensor, GSPMD: arXiv:2105.04663). A rule names the dimensions of
+   an op's inputs and of its result as einsum does, so one function can move a shard from an input
+   to the result for every op:
+
+       dt_linear      x    w    b  residual     result      . and * are any number of dimensions,
+                     .i+, *i+,  *,   .*    ->     .*        + says that the op sums over i
+
+       x SHARD(last), w SHARD(last)   shards of i, which is summed              PARTIAL
+       w SHARD(0), x COPY             a shard of *, which x lacks               SHARD of *
+       x SHARD(1), b REPLICATE        a shard of ., which b lacks: each rank    refused
+                                      gets a part of the gradient of b
+
+   Each group is an axis of its own, and the rule applies to one axis after the other. If an input
+   is placed over a group and another input over its subgroups, the axes are the subgroups: kv heads
+   are sharded over one subgroup of tp and COPY over another. */
+
+/* In `dims` each letter is a dimension, and each of . * ^ any number of dimensions. If an op has
+   more inputs than the rule has terms, the last term repeats. A mark behind a dimension says what
+   becomes of a shard of it:
+
+       no mark   SHARD of the same dimension of the result
+       +         PARTIAL: the op sums over the dimension
+       !         refused: the op needs the whole dimension
+       &         REPLICATE: the ranks combine their results inside the op
+       ~         UNPLACED: the op moves rows to other rows */
+typedef struct dt__rule {
+    const char *dims;
+    unsigned nonlinear; /* bit i is 1: the result is not linear in input i, so PARTIAL is refused */
+    unsigned addends;   /* bit i is 1: input i is added to the product of the other inputs */
+    int broadcast;      /* 1: an input with fewer dimensions is aligned at the end */
+    int activation;     /* 1: a nonlinear function follows the product */
+    const char *whole;  /* another way to compute along a sharded dimension marked ! */
+} dt__rule;
+
+/* The sharding rules of all ops; dt_reshape has dt__reshape_placed. FUNCTION: dt_gelu, dt_exp, ..;
+   SCALE: dt_affine without shift, dt_cast; LAST: dt_softmax, dt_topk. TABLE: an embedding whose
+   table is a parameter, so ids whose rows other ranks hold give zeros. DROPOUT_ROWS: each rank
+   numbers its own rows. EXCHANGE: dt_all_to_all_rows. */
+#define DT__SHARDING_RULES(X) \
+    X(FUNCTION, ". -> .", .nonlinear = 1) \
+    X(SCALE, ". -> .", .nonlinear = 0) \
+    X(ADD, ". -> .", .addends = ~0u, .broadcast = 1) \
+    X(MUL, ". -> .", .broadcast = 1) \
+    X(DIV, ". -> .", .nonlinear = 2, .broadcast = 1) \
+    X(SUM, ".^+* -> .*", .nonlinear = 0) \
+    X(MEAN, ".^!* -> .*", .whole = "dt_sum_over gives partial sums") \
+    X(MAX, ".^!* -> .*", .nonlinear = 1) \
+    X(SLICE, ".^!* -> .^*", .nonlinear = 0) \
+    X(CONCAT, ".^!* -> .^*", .addends = ~0u) \
+    X(TRANSPOSE, ".a^b* -> .b^a*", .nonlinear = 0) \
+    X(LAST, ".c! -> .c", .nonlinear = 1) \
+    X(NORM, ".c!, c!, c! -> .c", .nonlinear = ~0u, .addends = 4) \
+    X(GLU, ".t!f -> .f", .nonlinear = 1) \
+    X(LINEAR, ".i+, *i+, *, .* -> .*", .addends = 12) \
+    X(LINEAR_ACTIVATION, ".i+, *i+, *, .* -> .*", .addends = 12, .activation = 1) \
+    X(GROUPED, ".i+, g~*i+, g~*, .* -> .*", .addends = 12) \
+    X(GROUPED_ACTIVATION, ".i+, g~*i+, g~*, .* -> .*", .addends = 12, .activation = 1) \
+    X(TABLE, "v+c, . -> .c", .nonlinear = 2) \
+    X(GATHER, "v~c, . -> .c", .nonlinear = 2) \
+    X(SCATTER, ".~c, .~ -> rc", .nonlinear = 2) \
+    X(BAG, "r~c, .k+, .k+ -> .c", .nonlinear = 2) \
+    X(EXCHANGE, "r~* -> r*", .nonlinear = 0) \
+    X(ROPE, "bthd!, bt -> bthd", .nonlinear = 2) \
+    X(DROPOUT, ".c, . -> .c", .nonlinear = 2) \
+    X(DROPOUT_ROWS, ".!c -> .c", .whole = "pass the numbers of this rank's tokens") \
+    X(ATTENTION, "bqhd!, bk!hd!, bk!hd! -> bqhd", .nonlinear = 7, \
+        .whole = "dt_cp_attention attends to the keys of all ranks") \
+    X(ATTENTION_CAUSAL, "bq!hd!, bk!hd!, bk!hd! -> bqhd", .nonlinear = 7, \
+        .whole = "dt_cp_attention attends to the keys of all ranks") \
+    X(RING, "bthd!, bthd!, bthd! -> bthd", .nonlinear = 7) \
+    X(LOSS, ".+c!, .+ ->", .nonlinear = 3, \
+        .whole = "dt_vocab_cross_entropy computes the loss of sharded logits") \
+    X(VOCAB_LOSS, ".+c&, .+ ->", .nonlinear = 3) \
+    X(LINEAR_LOSS, ".+i!, .+, v!i! ->", .nonlinear = 7, \
+        .whole = "dt_vocab_linear_cross_entropy takes a w that is sharded along V") \
+    X(VOCAB_LINEAR_LOSS, ".+i!, .+, v&i! ->", .nonlinear = 7) \
+    X(MSE, ".+ ->", .nonlinear = 3)
+
+#define DT__RULE_NUMBER(name, text, ...) DT__RULE_##name,
+enum { DT__SHARDING_RULES(DT__RULE_NUMBER) DT__RULES };
+#undef DT__RULE_NUMBER
+#define DT__RULE_ROW(name, text, ...) { .dims = text, __VA_ARGS__ },
+static const dt__rule dt__rules[DT__RULES] = { DT__SHARDING_RULES(DT__RULE_ROW) };
+#undef DT__RULE_ROW
+
+/* Returns 1 if all ranks of b are ranks of a. */
+static int dt__group_contains(const dt_group *a, const dt_group *b) {
+    if (a == b) return 1;
+    if (!a || !b || !a->ranks || !b->ranks || b->size > a->size) return 0;
+    for (int i = 0; i < b->size; i++) {
+        int at = 0;
+        while (at < a->size && a->ranks[at] != b->ranks[i]) at++;
+        if (at == a->size) return 0;
+    }
+    return 1;
+}
+
+static const char *dt__group_name(const dt_group *group) {
+    return group->name ? group->name : "a group";
+}
+
+/* LOCAL: kind of a placement over a group that was not named for the tensor: every rank has a
+   tensor of its own, or all have the same one */
+enum { DT__LOCAL = DT_PLACEMENT_NONE + 1 };
+
+static dt__text dt__placement_text(dt_placement p) {
+    static const char *const names[] = { "REPLICATE", "COPY", "SHARD", "PARTIAL", "UNPLACED" };
+    if (p.kind == DT_PLACEMENT_SHARD) return dt__format("SHARD(%d)", p.dim);
+    return dt__format("%s", p.kind >= 0 && p.kind < DT__LOCAL ? names[p.kind] : "no placement");
+}
+
+/* Returns 1 if the training state sums the gradient of a parameter over the group. */
+static int dt__sums_over(const dt_ctx *ctx, const dt_param_desc *d, const dt_group *group) {
+    int expert = 0;
+    for (int i = 0; d && i < 3; i++)
+        expert |= d->shards[i].comm &&
+                  dt__group_contains(ctx->data_groups[0], (const dt_group *)d->shards[i].comm);
+    return dt__group_contains(ctx->data_groups[expert], group);
+}
+
+/* Returns the placement of t over a group that contains no other group of t. Without a statement a
+   parameter is placed as dt_param_desc says; without a training state this is unknown. */
+static dt__placed dt__placed_over(const dt_tensor *t, const dt_group *group) {
+    const dt_placements *list = t->placements;
+    const dt_param_info *param = dt__owner((dt_tensor *)t)->param;
+    dt__placed p = { group, { DT__LOCAL, 0 }, 1 };
+    for (int i = 0; list && i < list->n; i++)
+        if (dt__group_contains(list->over[i].group, group)) {
+            p = list->over[i];
+            p.group = group;
+            return p;
+        }
+    if (list && list->any) p.at.kind = DT_PLACEMENT_NONE;
+    if (param && t->ctx->has_training_state)
+        p.at = dt__sums_over(t->ctx, &param->desc, group) ? DT_COPY : DT_REPLICATE;
+    return p;
+}
+
+/* ---- one op over one group ---- */
+
+/* The dimensions of an input or of the result, as the rule names them. */
+typedef struct dt__term {
+    int fits; /* 0: the tensor has another number of dimensions */
+    int label[DT_MAX_DIMS];
+    char mark[DT_MAX_DIMS];
+} dt__term;
+
+typedef struct dt__operand {
+    const dt_tensor *t; /* NULL: the product of the factors */
+    dt_shape shape;
+    dt__term term;
+    int linear, wants_grad, is_param;
+    dt__placed p; /* over the group in hand */
+} dt__operand;
+
+/* An op whose result is being placed. */
+typedef struct dt__propagation {
+    const char *op;
+    const dt__rule *rule;
+    dt_tensor *y;
+    const dt_group *group; /* in hand */
+    dt__term out;
+    int n;
+    dt__operand in[DT_MAX_INPUTS];
+} dt__propagation;
+
+static const char dt__term_groups[] = ".*^";
+
+/* Parses one term of a rule and moves *at behind it. length: number of dimensions of . * and ^. */
+static dt__term dt__term_of(const char **at, int nd, const int length[3], int broadcast) {
+    dt__term t;
+    int n = 0, label[4 * DT_MAX_DIMS], skip;
+    char mark[4 * DT_MAX_DIMS];
+    memset(&t, 0, sizeof t);
+    for (; **at && **at != ',' && **at != '-'; ++*at) {
+        const char *g = **at == ' ' ? NULL : strchr(dt__term_groups, **at);
+        char m = (*at)[1] && strchr("+!&~", (*at)[1]) ? (*at)[1] : 0;
+        if (**at == ' ') continue;
+        for (int i = 0; i < (g ? length[g - dt__term_groups] : 1) && n < 4 * DT_MAX_DIMS; i++) {
+            label[n] = g ? (int)(g - dt__term_groups + 1) * 16 + i : **at;
+            mark[n++] = m;
+        }
+        *at += m != 0;
+    }
+    skip = n - nd;
+    t.fits = skip == 0 || (broadcast && skip > 0);
+    for (int i = 0; i < nd && t.fits; i++) {
+        t.label[i] = label[i + skip];
+        t.mark[i] = mark[i + skip];
+    }
+    return t;
+}
+
+/* Computes length[k] of . * and ^ where it is -1, from the numbers of dimensions of the inputs. */
+static void dt__term_lengths(const dt__propagation *c, int length[3]) {
+    const char *at = c->rule->dims;
+    for (int i = 0; i < c->n && *at != '-'; i++) {
+        int known = 0, open = -1, opens = 0;
+        for (; *at && *at != ',' && *at != '-'; at++) {
+            const char *g = *at == ' ' ? NULL : strchr(dt__term_groups, *at);
+            if (*at >= 'a' && *at <= 'z') known++;
+            if (!g) continue;
+            int k = (int)(g - dt__term_groups);
+            if (length[k] >= 0) known += length[k];
+            if (length[k] < 0) open = k, opens++;
+        }
+        if (*at == ',') at++;
+        int left = c->in[i].shape.nd - known;
+        if (c->in[i].t && opens == 1) length[open] = left > 0 ? left : 0;
+    }
+    for (int k = 0; k < 3; k++)
+        if (length[k] < 0) length[k] = 0;
+}
+
+static void dt__propagation_terms(dt__propagation *c, int length[3]) {
+    const char *at = c->rule->dims, *term = at;
+    dt__term_lengths(c, length);
+    for (int i = 0; i < c->n; i++) {
+        at = term;
+        c->in[i].term = dt__term_of(&at, c->in[i].shape.nd, length, c->rule->broadcast);
+        if (*at == ',') term = at + 1;
+    }
+    at = strstr(c->rule->dims, "->") + 2;
+    c->out = dt__term_of(&at, c->y->shape.nd, length, 0);
+}
+
+/* Fails the context with the reason why the op cannot run. Returns 0. */
+DT_PRINTF(2, 3) static int dt__refuse(const dt__propagation *c, const char *fmt, ...) {
+    const char *names[2] = { NULL, NULL };
+    char reason[400];
+    va_list args;
+    for (int i = c->n - 1; i >= 0; i--)
+        if (c->in[i].t) names[1] = names[0], names[0] = c->in[i].t->name;
+    va_start(args, fmt);
+    vsnprintf(reason, sizeof reason, fmt, args);
+    va_end(args);
+    return dt_fail(c->y->ctx, DT_ERR_ARG, "%s(%.40s%s%.40s): %s", c->op, names[0],
+               names[1] ? ", " : "", names[1] ? names[1] : "", reason) == DT_OK;
+}
+
+static dt__text dt__operand_text(const dt__operand *o) {
+    if (!o->t) return dt__format("the product");
+    return dt__format("%.40s %.40s", o->t->name, dt__shape_text(o->shape).s);
+}
+
+static int dt__refuse_partial(const dt__propagation *c, const dt__operand *o) {
+    const char *name = dt__group_name(c->group);
+    return dt__refuse(c,
+        "%s is a partial sum over '%s' that has not been taken, and the op is not linear: "
+        "dt_redistribute(x, %s, DT_PARTIAL, DT_REPLICATE) comes first",
+        dt__operand_text(o).s, name, name);
+}
+
+static int dt__refuse_addend(
+    const dt__propagation *c, const dt__operand *sum, const dt__operand *o) {
+    const char *name = dt__group_name(c->group);
+    return dt__refuse(c,
+        "%s is a partial sum over '%s', to which each of the %d ranks would add %s: take the sum "
+        "first, dt_redistribute(x, %s, DT_PARTIAL, DT_REPLICATE), or use dt_row_linear, which adds "
+        "bias and residual once; dt_place says that an input is a partial sum too",
+        dt__operand_text(sum).s, name, c->group->size, dt__operand_text(o).s, name);
+}
+
+static int dt__refuse_whole(const dt__propagation *c, const dt__operand *o) {
+    const char *name = dt__group_name(c->group), *whole = c->rule->whole;
+    return dt__refuse(c,
+        "dimension %d of %s is sharded over '%s', and the op needs the whole dimension: "
+        "dt_redistribute(x, %s, DT_SHARD(%d), DT_REPLICATE) gathers it%s%s",
+        o->p.at.dim, dt__operand_text(o).s, name, name, o->p.at.dim, whole ? "; " : "",
+        whole ? whole : "");
+}
+
+static int dt__refuse_mixed(const dt__propagation *c, const dt__operand *a, const dt__operand *b) {
+    return dt__refuse(c,
+        "over '%s' %s is %s and %s is %s, which do not fit: redistribute one of them "
+        "(dt_redistribute)",
+        dt__group_name(c->group), dt__operand_text(a).s, dt__placement_text(a->p.at).s,
+        dt__operand_text(b).s, dt__placement_text(b->p.at).s);
+}
+
+/* The gradient of o would be a partial sum on each rank, because `other` is sharded, partial or
+   COPY. */
+static int dt__refuse_grad(
+    const dt__propagation *c, const dt__operand *o, const dt__operand *other) {
+    const char *name = dt__group_name(c->group);
+    if (o->is_param)
+        return dt__refuse(c,
+            "%s is %s over '%s', so the gradient of the parameter %s is a partial sum on each "
+            "rank: give it the gradient placement { %s, DT_GRAD_PARTIAL }, or, if it is also used "
+            "outside of the region, pass dt_tp_enter(%.40s, %s, DT_REPLICATE) here",
+            dt__operand_text(other).s, dt__placement_text(other->p.at).s, name,
+            o->t ? o->t->name : "", name, o->t ? o->t->name : "", name);
+    return dt__refuse(c,
+        "%s is %s over '%s', so the gradient of %s would be a partial sum on each rank: "
+        "dt_tp_enter(x, %s, DT_REPLICATE), or dt_redistribute(x, %s, DT_REPLICATE, DT_COPY), "
+        "comes first",
+        dt__operand_text(other).s, dt__placement_text(other->p.at).s, name, dt__operand_text(o).s,
+        name, name);
+}
+
+/* Returns the dimension of a term that has this label; -1 if none has. */
+static int dt__dim_of(const dt__term *term, int nd, int label) {
+    for (int d = 0; d < nd && term->fits; d++)
+        if (term->label[d] == label) return d;
+    return -1;
+}
+
+/* Returns 1 if `known` has all dimensions of o. */
+static int dt__covers(const dt__operand *known, const dt__operand *o) {
+    int covered = o->term.fits;
+    for (int d = 0; d < o->shape.nd && covered; d++)
+        covered = dt__dim_of(&known->term, known->shape.nd, o->term.label[d]) >= 0;
+    return covered;
+}
+
+/* Combines operands that are neither SHARD nor PARTIAL. */
+static int dt__combine_whole(
+    const dt__propagation *c, dt__operand *const *in, int n, dt__placed *out) {
+    const dt__operand *copy = NULL, *whole = NULL, *known = NULL;
+    int unknown = 0;
+    for (int i = 0; i < n; i++) {
+        int kind = in[i]->p.at.kind;
+        unknown |= kind == DT_PLACEMENT_NONE;
+        if (kind == DT_PLACEMENT_COPY && in[i]->wants_grad) copy = in[i];
+        if (kind == DT_PLACEMENT_REPLICATE && in[i]->wants_grad) whole = in[i];
+        if (kind <= DT_PLACEMENT_COPY && (!known || kind == DT_PLACEMENT_COPY)) known = in[i];
+    }
+    if (copy && whole && !whole->is_param && copy->is_param)
+        return dt__refuse(c,
+            "every rank of '%s' has the whole gradient of %s, but %s has the gradient placement "
+            "DT_GRAD_PARTIAL, so its gradient would be added %d times: leave the gradient "
+            "placement out, and inside of the region pass dt_tp_enter(%.40s, %s, DT_REPLICATE)",
+            dt__group_name(c->group), dt__operand_text(whole).s, copy->t->name, c->group->size,
+            copy->t->name, dt__group_name(c->group));
+    if (copy && whole) return dt__refuse_grad(c, whole, copy);
+    for (int i = 0; i < n && known && !unknown; i++) {
+        int covered = 0;
+        if (in[i]->p.at.kind != DT__LOCAL || in[i]->is_param) continue;
+        for (int k = 0; k < n; k++)
+            covered |= in[k]->p.at.kind <= DT_PLACEMENT_COPY && dt__covers(in[k], in[i]);
+        unknown = !covered;
+    }
+    out->at.kind = unknown ? (int)DT_PLACEMENT_NONE : (int)DT__LOCAL;
+    if (!known || unknown) return 1;
+    out->at = copy || (!whole && known->p.at.kind == DT_PLACEMENT_COPY) ? DT_COPY : DT_REPLICATE;
+    return 1;
+}
+
+/* Refuses an operand that is not sharded beside a sharded one: because it has the sharded dimension
+   in full, or because it lacks this dimension, so that its gradient is a partial sum. */
+static int dt__beside_shard(const dt__propagation *c, const dt__operand *s, const dt__operand *o) {
+    int kind = o->p.at.kind, dim = s->p.at.dim,
+        d = dt__dim_of(&o->term, o->shape.nd, s->term.label[dim]);
+    /* a dimension of size 1 is broadcast, unless the op sums over it */
+    if (d >= 0 && (o->shape.d[d] > 1 || s->term.mark[dim] == '+')) {
+        int whole = kind <= DT_PLACEMENT_COPY && !o->is_param;
+        return whole || o->shape.d[d] > s->shape.d[dim] ? dt__refuse_mixed(c, s, o) : 1;
+    }
+    /* a sharded parameter is no replica of data parallelism, so nothing sums over its group */
+    int entered = kind != DT__LOCAL || o->is_param || !s->is_param ||
+                  dt__sums_over(c->y->ctx, NULL, c->group);
+    return o->wants_grad && (kind == DT_PLACEMENT_REPLICATE || !entered) ? dt__refuse_grad(c, o, s)
+                                                                         : 1;
+}
+
+/* Computes the placement of the product (sum 0) or sum (sum 1) of the operands over c->group. */
+static int dt__combine_operands(
+    const dt__propagation *c, dt__operand *const *in, int n, int sum, dt__placed *out) {
+    const dt__operand *s = NULL, *p = NULL; /* an operand that is SHARD, one that is PARTIAL */
+    for (int i = 0; i < n; i++) {
+        const dt__operand *o = in[i];
+        int kind = o->p.at.kind;
+        if (kind == DT_PLACEMENT_PARTIAL && !sum && (!o->linear || p))
+            return dt__refuse_partial(c, o);
+        if (kind == DT_PLACEMENT_PARTIAL) p = o;
+        if (kind != DT_PLACEMENT_SHARD) continue;
+        if (o->term.mark[o->p.at.dim] == '!') return dt__refuse_whole(c, o);
+        if (s &&
+            (s->term.label[s->p.at.dim] != o->term.label[o->p.at.dim] || s->p.outer != o->p.outer))
+            return dt__refuse_mixed(c, s, o);
+        if (!s || o->is_param) s = o;
+    }
+    if (p && s) return dt__refuse_mixed(c, p, s);
+    if (!p && !s) return dt__combine_whole(c, in, n, out);
+    char mark = s ? s->term.mark[s->p.at.dim] : 0;
+    for (int i = 0; i < n; i++) {
+        const dt__operand *o = in[i];
+        int kind = o->p.at.kind, other = kind <= DT_PLACEMENT_COPY || kind == DT__LOCAL;
+        if (!other) continue;
+        if (p && sum) return dt__refuse_addend(c, p, o);
+        if (p && o->wants_grad && kind == DT_PLACEMENT_REPLICATE) return dt__refuse_grad(c, o, p);
+        if (s && mark != '~' && !dt__beside_shard(c, s, o)) return 0;
+    }
+    out->at = mark == '~' ? DT_UNPLACED : mark == '&' ? DT_REPLICATE : DT_PARTIAL;
+    if (!s || mark) return 1;
+    int dim = dt__dim_of(&c->out, c->y->shape.nd, s->term.label[s->p.at.dim]);
+    out->at = dim < 0 ? DT_UNPLACED : DT_SHARD(dim);
+    out->outer = s->p.outer;
+    return 1;
+}
+
+/* Computes the placement of the result over c->group: first of the product of the factors, then of
+   its sum with the addends. */
+static int dt__propagate_over(dt__propagation *c, dt__placed *out) {
+    dt__operand *factors[DT_MAX_INPUTS], *addends[DT_MAX_INPUTS + 1], product;
+    int n_factors = 0, n_addends = 0;
+    memset(&product, 0, sizeof product);
+    for (int i = 0; i < c->n; i++) {
+        dt__operand *o = &c->in[i];
+        if (!o->t) continue;
+        o->p = dt__placed_over(o->t, c->group);
+        if (o->p.at.kind == DT_PLACEMENT_SHARD && !o->term.fits) o->p.at = DT_UNPLACED;
+        product.wants_grad |= o->wants_grad;
+        if (c->rule->addends >> i & 1)
+            addends[n_addends++] = o;
+        else
+            factors[n_factors++] = o;
+    }
+    out->group = c->group;
+    out->at.dim = 0;
+    out->outer = 1;
+    if (n_factors && !dt__combine_operands(c, factors, n_factors, 0, out)) return 0;
+    if (n_factors && !n_addends && !c->rule->activation) return 1;
+    if (n_factors) {
+        product.term = c->out;
+        product.shape = c->y->shape;
+        product.linear = !c->rule->activation;
+        product.p = *out;
+        addends[n_addends++] = &product;
+        if (!product.linear && out->at.kind == DT_PLACEMENT_PARTIAL)
+            return dt__refuse_partial(c, &product);
+    }
+    return dt__combine_operands(c, addends, n_addends, 1, out);
+}
+
+/* ---- all groups of an op ---- */
+
+enum { DT__MAX_GROUPS = DT_MAX_INPUTS * DT__MAX_PLACED };
+
+/* Merges the placements over the subgroups of `group`, from index `first` of the list on, into one
+   placement over it, if they are equal and the subgroups make up the group. If they do not make it
+   up, nothing is known over the rest. */
+static void dt__merge_subgroups(dt_placements *list, const dt_group *group) {
+    dt_placements others;
+    const dt__placed *one = NULL;
+    int size = 1, equal = 1;
+    memset(&others, 0, sizeof others);
+    others.any = list->any;
+    for (int i = 0; i < list->n; i++) {
+        const dt__placed *p = &list->over[i];
+        if (!dt__group_contains(group, p->group)) {
+            dt__placements_add(&others, *p);
+            continue;
+        }
+        if (!one) one = p;
+        size *= p->group->size;
+        equal &= p->at.kind == one->at.kind && p->at.dim == one->at.dim && p->outer == one->outer;
+    }
+    dt__placed merged = { group, DT_UNPLACED, 1 };
+    if (size != group->size) {
+        dt__placements_add(list, merged);
+    } else if (one && equal) {
+        merged.at = one->at;
+        merged.outer = one->outer;
+        dt__placements_add(&others, merged);
+        *list = others;
+    }
+}
+
+/* Collects the groups over which the inputs are placed, each once. Returns their number. */
+static int dt__groups_of(const dt__propagation *c, const dt_group **groups) {
+    int n = 0;
+    for (int i = 0; i < c->n; i++) {
+        const dt_placements *list = c->in[i].t ? c->in[i].t->placements : NULL;
+        for (int k = 0; list && k < list->n; k++) {
+            const dt_group *g = list->over[k].group;
+            int at = 0;
+            if (g->pipeline) continue;
+            while (at < n && !(groups[at]->size == g->size && dt__group_contains(groups[at], g)))
+                at++;
+            if (at == n) groups[n++] = g;
+        }
+    }
+    return n;
+}
+
+/* Returns 1 if one of the groups is a subgroup of groups[i] with fewer ranks. */
+static int dt__has_subgroup(const dt_group *const *groups, int n, int i) {
+    for (int k = 0; k < n; k++)
+        if (groups[k]->size < groups[i]->size && dt__group_contains(groups[i], groups[k])) return 1;
+    return 0;
+}
+
+/* Gives t the placements of the list. An equal list of `like`, which may be NULL, is shared. */
+static int dt__placements_set(dt_tensor *t, const dt_placements *list, const dt_tensor *like) {
+    const dt_placements *old = like ? like->placements : NULL;
+    t->placements = NULL;
+    if (list->n == 0 && !list->any) return 1;
+    if (old && memcmp(old, list, sizeof *old) == 0) {
+        t->placements = old;
+        return 1;
+    }
+    dt_placements *copy = (dt_placements *)dt__meta(t->ctx, sizeof *copy);
+    if (copy) *copy = *list;
+    t->placements = copy;
+    return copy != NULL;
+}
+
+/* Applies a rule: gives y its placements. before, inner: the lengths of '.' and '^' in the rule, or
+   -1 where they follow from the inputs. Returns 0 after failing the context. */
+__attribute__((noinline)) static int dt__propagate_all(
+    const char *op, dt_tensor *y, int rule, int before, int inner, dt_tensor *const *in, int n) {
+    dt__propagation c;
+    dt_placements list;
+    const dt_group *groups[DT__MAX_GROUPS];
+    int length[3] = { before, -1, inner };
+    memset(&c, 0, sizeof c);
+    memset(&list, 0, sizeof list);
+    c.op = op;
+    c.rule = &dt__rules[rule];
+    c.y = y;
+    c.n = n;
+    for (int i = 0; i < n; i++) {
+        if (!in[i]) continue;
+        const dt_tensor *owner = dt__owner(in[i]);
+        c.in[i].t = in[i];
+        c.in[i].shape = in[i]->shape;
+        c.in[i].linear = !(c.rule->nonlinear >> i & 1);
+        c.in[i].wants_grad = in[i]->needs_grad && !y->ctx->no_grad;
+        c.in[i].is_param = owner->param != NULL;
+        list.any |= in[i]->placements && in[i]->placements->any;
+    }
+    if (c.rule->broadcast) length[0] = y->shape.nd;
+    dt__propagation_terms(&c, length);
+    int n_groups = dt__groups_of(&c, groups);
+    for (int i = 0; i < n_groups; i++) {
+        dt__placed p = { groups[i], DT_UNPLACED, 1 };
+        c.group = groups[i];
+        if (dt__has_subgroup(groups, n_groups, i)) continue;
+        if (!dt__propagate_over(&c, &p)) return 0;
+        if (p.at.kind != DT__LOCAL) dt__placements_add(&list, p);
+    }
+    for (int i = 0; i < n_groups; i++)
+        if (dt__has_subgroup(groups, n_groups, i)) dt__merge_subgroups(&list, groups[i]);
+    return dt__placements_set(y, &list, in[0]);
+}
+
+/* Sharding propagation of an op with result y (NULL: an earlier failure). Costs a test for each
+   input if all inputs are LOCAL. */
+static int dt__propagate_at(
+    const char *op, dt_tensor *y, int rule, int before, int inner, dt_tensor *const *in, int n) {
+    int placed = 0;
+    for (int i = 0; i < n; i++) placed |= in[i] && in[i]->placements;
+    if (!y || !placed) return y != NULL;
+    return dt__propagate_all(op, y, rule, before, inner, in, n);
+}
+
+DT__INLINE int dt__propagate(
+    const char *op, dt_tensor *y, int rule, dt_tensor *a, dt_tensor *b, dt_tensor *c) {
+    dt_tensor *in[3] = { a, b, c };
+    if (!y) return 0;
+    if (!a->placements && !(b && b->placements) && !(c && c->placements)) return 1;
+    return dt__propagate_all(op, y, rule, -1, -1, in, 3);
+}
+
+/* ---- reshape; statements of placements ---- */
+
+/* A shard begins at every index of the dimensions before it, so it stays a shard if a dimension of
+   the new shape begins or is divided there. Of two such dimensions, one has size 1 and nothing says
+   which of them is sharded in full: then the placement is unknown, also if the shape stays, unless
+   the first dimension has size 1: a batch. One index a rank could be merged with the dimension
+   before it or behind it: unknown, except for heads, dimension 2, if batch and tokens stay. */
+static dt__placed dt__reshape_placed(dt__placed p, dt_shape from, dt_shape to) {
+    int64_t begins = p.outer, at = 1;
+    int found = 0, dim = p.at.dim, unchanged = dim < to.nd && (dim < 2 || to.d[dim - 1] > 1);
+    if (p.at.kind != DT_PLACEMENT_SHARD) return p;
+    for (int d = 0; d < dim; d++) begins *= from.d[d];
+    for (int d = 0; d <= dim && unchanged; d++) unchanged = from.d[d] == to.d[d];
+    int divisible = dt_count(from) > 0 && from.d[dim] > p.outer; /* more than one index a rank */
+    if (unchanged && divisible) return p;
+    dt__placed q = p;
+    divisible |= dt_count(from) > 0 && dim == 2 && p.outer == 1 && to.nd > 2 &&
+                 to.d[0] == from.d[0] && to.d[1] == from.d[1];
+    for (int d = 0; d < to.nd && divisible; at *= to.d[d++]) {
+        if (at > begins || begins % at || (at * to.d[d]) % begins || at * to.d[d] == begins)
+            if (at != begins) continue;
+        q.at.dim = d;
+        q.outer = begins / at;
+        found++;
+    }
+    if (found == 1) return q;
+    q.at = DT_UNPLACED;
+    q.outer = 1;
+    return q;
+}
+
+static int dt__propagate_reshape(dt_tensor *y, const dt_tensor *x) {
+    dt_placements list;
+    if (!x->placements) return 1;
+    list = *x->placements;
+    for (int i = 0; i < list.n; i++)
+        list.over[i] = dt__reshape_placed(list.over[i], x->shape, y->shape);
+    return dt__placements_set(y, &list, x);
+}
+
+/* Gives y the placements of x, except over `group`, where it is placed as `place`. Over a group
+   that overlaps with `group` nothing is known any more. x and y may be one tensor. */
+static int dt__placement_set(
+    dt_tensor *y, const dt_tensor *x, const dt_group *group, dt_placement place) {
+    dt_placements list;
+    dt__placed mine = { group, place, 1 };
+    int added = 0;
+    memset(&list, 0, sizeof list);
+    if (x->placements) list.any = x->placements->any;
+    for (int i = 0; x->placements && i < x->placements->n; i++) {
+        dt__placed p = x->placements->over[i];
+        if (dt__group_contains(group, p.group)) continue;
+        if (dt__group_contains(p.group, group)) { /* dt__placed_over finds the smaller one first */
+            if (!added++) dt__placements_add(&list, mine);
+            p.at = DT_UNPLACED;
+        }
+        dt__placements_add(&list, p);
+    }
+    if (!added) dt__placements_add(&list, mine);
+    return dt__placements_set(y, &list, NULL);
+}
+
+/* Returns 1 if x may be placed as `place` over the group; else fails the context. `hint` says how
+   to mend it. */
+static int dt__placement_expect(const char *op, const dt_tensor *x, const dt_group *group,
+    dt_placement place, const char *hint) {
+    if (!group || group->size == 1) return 1;
+    if (!x->placements && !dt__owner((dt_tensor *)x)->param) return 1;
+    dt__placed p = dt__placed_over(x, group);
+    int kind = p.at.kind, wants_grad = x->needs_grad && !x->ctx->no_grad;
+    int known = kind != DT_PLACEMENT_NONE && kind != DT__LOCAL;
+    int equal = kind == place.kind &&
+                (kind != DT_PLACEMENT_SHARD || (p.at.dim == place.dim && p.outer == 1));
+    /* REPLICATE and COPY differ only in the gradient */
+    if (kind <= DT_PLACEMENT_COPY && place.kind <= DT_PLACEMENT_COPY) equal |= !wants_grad;
+    if (!known || equal) return 1;
+    return dt_fail(x->ctx, DT_ERR_ARG, "%s(%s): %s %s is %s%s over '%s', not %s: %s", op, x->name,
+               x->name, dt__shape_text(x->shape).s, dt__placement_text(p.at).s,
+               p.outer > 1 ? ", merged with other dimensions," : "", dt__group_name(group),
+               dt__placement_text(place).s, hint) == DT_OK;
+}
+
+/* Refuses a loss that is COPY: its backward begins with the whole gradient on every rank. Over
+   ranks whose gradients the training state adds, each rank's loss is its part of the sum. */
+static int dt__loss_expect(const char *op, const dt_tensor *loss) {
+    const dt_placements *list = loss->placements;
+    for (int i = 0; list && i < list->n; i++) {
+        const dt_group *group = list->over[i].group;
+        if (list->over[i].at.kind != DT_PLACEMENT_COPY || dt__sums_over(loss->ctx, NULL, group))
+            continue;
+        dt__text hint = dt__format(
+            "every rank computes the same loss after dt_tp_enter, so the gradient would be added "
+            "once for each rank; compute it outside of the region, or divide it by the ranks and "
+            "state that with dt_place(loss, %s, DT_UNPLACED)",
+            dt__group_name(group));
+        if (!dt__placement_expect(op, loss, group, DT_REPLICATE, hint.s)) return 0;
+    }
+    return 1;
+}
+
+dt_tensor *dt_place(dt_tensor *x, dt_comm *comm, dt_placement placement) {
+    const dt_group *group = (const dt_group *)comm;
+    if (!x || x->ctx->status != DT_OK) return NULL;
+    int shard = placement.kind == DT_PLACEMENT_SHARD,
+        bad = placement.kind < 0 || placement.kind > DT_PLACEMENT_NONE ||
+              (shard && (placement.dim < 0 || placement.dim >= x->shape.nd));
+    if (bad || dt__owner(x)->param) {
+        dt_fail(x->ctx, DT_ERR_ARG, "dt_place(%s): %s %s: %s", x->name, dt__shape_text(x->shape).s,
+            dt__placement_text(placement).s,
+            bad ? "there is no such placement or dimension"
+                : "dt_param_desc says how a parameter is placed");
+        return NULL;
+    }
+    if (!group || group->size == 1) return x;
+    if (!shard) placement.dim = 0;
+    dt_placement known = dt_placement_of(x, comm);
+    if (known.kind == placement.kind && known.dim == placement.dim &&
+        known.kind < DT_PLACEMENT_NONE)
+        return x; /* the order of the shards stays */
+    if (placement.kind != DT_PLACEMENT_NONE &&
+        !dt__placement_expect(
+            "dt_place", x, group, placement, "dt_redistribute changes a placement"))
+        return NULL;
+    return dt__placement_set(x, x, group, placement) ? x : NULL;
+}
+
+dt_placement dt_placement_of(const dt_tensor *x, const dt_comm *comm) {
+    const dt_group *group = (const dt_group *)comm;
+    dt__placed p = { group, DT_UNPLACED, 1 };
+    if (x && group && group->size > 1) p = dt__placed_over(x, group);
+    return p.at.kind == DT__LOCAL || p.outer > 1 ? DT_UNPLACED : p.at;
+}
+
+// ==== 18. Blocks and backward: code =============================================================
 
 /* A block runs its function with itself as the current block. The backward walks the nodes from
    newest to oldest, and enters a child block when it reaches the block's node. Recompute
@@ -4254,6 +5488,18 @@ static void *dt__grad_alloc(dt_ctx *ctx, dt_block_state *home, size_t bytes) {
     return home->grads ? dt__arena_alloc(ctx, home->grads, bytes) : NULL;
 }
 
+/* Allocates the gradient of t, which is not a parameter: in a buffer of its own if it is dropped
+   before or after the gradients of its block. */
+static void *dt__new_grad(dt_tensor *t) {
+    size_t bytes = DT__ASAN ? dt__bytes(t) : (dt__reserved_bytes(t) + 63) / 64 * 64;
+    if (!t->transient_grad && t->storage == DT__HALVES) t->transient_grad = DT__HALVES_GRAD;
+    if (t->needs_grad == DT__KEEP_GRAD) t->transient_grad = DT__KEPT_GRAD;
+    if (!t->transient_grad) return t->grad = dt__grad_alloc(t->ctx, t->block, bytes);
+    dt_mem mem = t->transient_grad == DT__TRANSIENT_GRAD ? DT_MEM_COMM : DT_MEM_ACTS;
+    return t->grad =
+               dt__buffer_acquire_at(t->ctx, mem, bytes, t->transient_grad != DT__HALVES_GRAD);
+}
+
 dt_dtype dt_grad_dtype(const dt_tensor *t) {
     return t ? dt__wide(t->dtype, t->param != NULL) : DT_F32;
 }
@@ -4265,17 +5511,20 @@ static void *dt__grad_wide(dt_node *node, int i, int *accumulate, int *wide) {
     *wide = t->param && dt__narrow(t->dtype);
     if (t->param) return dt__param_grad(t->ctx, t, accumulate);
     *accumulate = t->grad != NULL;
-    if (t->grad) return t->grad;
-    dt_block_state *home = t->needs_grad == DT__KEEP_GRAD ? t->ctx->root : t->block;
-    t->grad = t->transient_grad ? dt__buffer_acquire_at(t->ctx, DT_MEM_COMM, dt__bytes(t), 1)
-                                : dt__grad_alloc(t->ctx, home, dt__bytes(t));
-    return t->grad;
+    return t->grad ? t->grad : dt__new_grad(t);
 }
 
 /* An op that does not use dt__grad_wide writes a gradient in the tensor's own type. After its
    backward dt__widen_grads adds that gradient to the f32 gradient of the parameter. */
 void *dt_grad_raw(dt_node *node, int i, int *accumulate) {
-    if (!dt__has_input(node, i) || !accumulate) return NULL;
+    if (!dt__has_input(node, i)) {
+        if (node && node->out)
+            dt_fail(node->out->ctx, DT_ERR_ARG, "dt_grad: %s has no input %d: it has %d inputs%s",
+                node->name, i, node->n_in,
+                i >= 0 && i < node->n_in ? ", and this one is NULL" : "");
+        return NULL;
+    }
+    if (!accumulate) return NULL;
     dt_tensor *t = dt__owner(node->in[i]);
     int wide = 0;
     if (!t->param || !dt__narrow(t->dtype)) return dt__grad_wide(node, i, accumulate, &wide);
@@ -4333,7 +5582,7 @@ static dt_block_state *dt__block_open(
     b->index = index;
     b->no_grad = ctx->no_grad;
     if (recomputed) b->acts = dt__arena_acquire(ctx, &ctx->recompute_pool);
-    return b->acts ? b : NULL;
+    return b->acts && dt__block_size_begin(ctx, b) == DT_OK ? b : NULL;
 }
 
 /* Ends the forward of block b, whose function has returned y: drops the data of transient tensors
@@ -4345,7 +5594,7 @@ static void dt__block_end_forward(dt_block_state *b, dt_tensor *y) {
         dt_tensor *t = *at;
         if (t->storage == DT__TRANSIENT && !b->ctx->recomputing) dt__data_drop(t);
         if (t != output && b->no_grad) dt__data_drop_if_unread(t);
-        if (t != output || t->storage < DT__NO_GRAD) {
+        if (t != output || (t->storage != DT__NO_GRAD && t->storage != DT__KEPT)) {
             at = &t->next;
             continue;
         }
@@ -4389,6 +5638,7 @@ static dt_tensor *dt__block_run(dt_block_state *b, dt_block_fn fn, dt_tensor *x,
     dt__notify_phase(ctx, b, DT_FORWARD, 0);
     ctx->current = outer;
     dt__block_end_forward(b, y);
+    dt__block_size_end(ctx, b);
     b->fingerprint = ctx->fingerprint;
     ctx->fingerprint = b->fingerprint
                            ? dt__digest(fingerprint, &b->fingerprint, sizeof b->fingerprint) | 1
@@ -4412,6 +5662,7 @@ static dt_tensor *dt__block_output(dt_ctx *ctx, dt_block_state *b, dt_tensor *y)
     dt_tensor *out = dt__new_named(ctx, y->dtype, y->shape, y->name);
     if (!out || dt__move(ctx, out->data, dt__owner(y)->data, dt__bytes(y)) != DT_OK) return NULL;
     out->needs_grad = y->needs_grad ? dt__owner(y)->needs_grad : 0;
+    out->placements = y->placements;
     out->block = b;
     b->out = out;
     return out;
@@ -4474,9 +5725,15 @@ void dt_no_grad(dt_ctx *ctx, int on) {
     if (ctx) ctx->no_grad = on;
 }
 
+void dt_check_finite(dt_ctx *ctx, int on) {
+    if (!ctx) return;
+    ctx->check_finite = on;
+    ctx->inf_op = NULL;
+}
+
 dt_tensor *dt_require_grad(dt_tensor *t) {
     if (!t || t->ctx->status != DT_OK) return NULL;
-    if (t->dtype == DT_I32) {
+    if (dt__integer(t->dtype)) {
         dt_fail(t->ctx, DT_ERR_ARG, "dt_require_grad(%s): integers have no gradient", t->name);
         return NULL;
     }
@@ -4543,6 +5800,53 @@ static dt_status dt__make_inputs_readable(dt_ctx *ctx, dt_node *n) {
 
 static void dt__block_backward(dt_block_state *b, dt_phase phase);
 
+/* Fails if a gradient that the backward of a node has written is not finite. */
+static dt_status dt__check_grads(dt_ctx *ctx, const dt_node *n) {
+    for (int i = 0; i < n->n_in; i++) {
+        const dt_tensor *t = n->want >> i & 1 ? dt__owner(n->in[i]) : NULL;
+        if (!t) continue;
+        dt_dtype dtype = dt_grad_dtype(t);
+        void *grad = t->grad;
+        if (t->param)
+            grad = t->param->grad_started ? (char *)t->param->bucket->micro_grad +
+                                                t->param->offset * dt_dtype_size(dtype)
+                                          : NULL;
+        /* what ops write to the padding of a slice does not count */
+        if (t->param && grad) dt__zero_padding(ctx, t->param, dtype, grad);
+        int64_t at = dt__find_bad(ctx, dtype, grad, dt_count(t->shape), 1);
+        if (at < 0) continue;
+        const dt_tensor *y = n->out ? dt__owner(n->out) : NULL;
+        int had = y && dt__find_bad(ctx, y->dtype, y->grad, dt_count(y->shape), 1) >= 0;
+        return dt_fail(ctx, DT_ERR_NUMERIC,
+            "backward of %s, %s: element %lld of the gradient of %.40s %.60s is not finite; the "
+            "gradient of its output %s",
+            n->name, dt__place_text(ctx, ctx->entered_block).s, (long long)at, t->name,
+            dt__shape_text(t->shape).s, had ? "already was not" : "is finite");
+    }
+    return DT_OK;
+}
+
+/* The weight half of an op reads x. If x is transient, its op runs again and reads its own
+   inputs. */
+static void dt__keep_for_weights(dt_tensor *x) {
+    dt_tensor *t = dt__owner(x);
+    const dt_node *n = t->storage == DT__TRANSIENT ? t->producer : NULL;
+    t->read_by_weights = 1;
+    for (int i = 0; n && n->recompute && i < n->n_in; i++)
+        if (n->in[i]) dt__keep_for_weights(n->in[i]);
+}
+
+/* After the input half of a node: drops the output's data unless the weight half of a node reads
+   them. The nodes that read the output have come before, because the backward goes from new to
+   old. */
+static void dt__drop_after_input_half(const dt_node *n, int weights) {
+    for (int i = 0; i < n->n_in && weights; i++)
+        if (n->in[i] && !(n->unread_inputs >> i & 1)) dt__keep_for_weights(n->in[i]);
+    dt_tensor *out = n->out;
+    if (!out || out->storage != DT__HALVES || out->base || out->read_by_weights) return;
+    if (!weights || n->unread_inputs & DT__UNREAD_OUTPUT) dt__data_drop(out);
+}
+
 static void dt__node_backward(dt_ctx *ctx, dt_node *n, dt_phase phase) {
     if (n->child) {
         dt_block_state *b = n->child;
@@ -4567,11 +5871,13 @@ static void dt__node_backward(dt_ctx *ctx, dt_node *n, dt_phase phase) {
         if (status == DT_OK) status = n->backward(n);
         if (status == DT_OK) status = dt__widen_grads(ctx, n);
         if (status != DT_OK) dt_fail(ctx, status, "backward of %s", n->name);
+        if (ctx->check_finite && ctx->status == DT_OK) dt__check_grads(ctx, n);
     }
     if (n->out && n->out->storage == DT__TRANSIENT) dt__data_drop(n->out);
     /* the weight half of the backward still reads the gradient of an output of weights */
-    if (n->out && (phase != DT_BACKWARD_INPUT || !weights)) dt__grad_drop(n->out);
+    if (n->out && (phase != DT_BACKWARD_INPUT || !weights)) dt__grad_drop(n->out, 0);
     if (phase != DT_BACKWARD_INPUT) dt__node_uses_done(ctx, n);
+    if (phase == DT_BACKWARD_INPUT) dt__drop_after_input_half(n, weights);
 }
 
 /* Returns a description of a tensor: "dt_add f32 (2,3)". */
@@ -4619,6 +5925,10 @@ static dt_status dt__block_rerun(dt_block_state *b, dt_tensor *x) {
         ctx->root->n_blocks = blocks;
         if (ctx->status == DT_OK && dt__block_check_rerun(b, y) && b->out) {
             dt__owner(y)->grad = b->out->grad;
+            if (b->out->transient_grad == DT__HALVES_GRAD) { /* the second run drops the buffer */
+                dt__owner(y)->transient_grad = DT__HALVES_GRAD;
+                b->out->transient_grad = 0;
+            }
             /* after dt_require_grad the gradient stays valid after the backward */
             if (b->out->needs_grad == DT__KEEP_GRAD) dt__owner(y)->needs_grad = DT__KEEP_GRAD;
         }
@@ -4647,9 +5957,11 @@ static dt_status dt__backward_seed(dt_tensor *y, dt_tensor *grad) {
         t->grad = grad->data;
         return DT_OK;
     }
-    t->grad =
-        dt__grad_alloc(ctx, t->needs_grad == DT__KEEP_GRAD ? ctx->root : t->block, dt__bytes(t));
-    return t->grad ? dt__fill(ctx, t->dtype, t->grad, 1, ctx->loss_scale) : ctx->status;
+    if (ctx->micro == 0) ctx->bad_loss_micro = -1;
+    if (ctx->bad_loss_micro < 0 && (!ctx->kernels.sync || ctx->check_finite) &&
+        dt__find_bad_value(y, 1) >= 0)
+        ctx->bad_loss_micro = ctx->micro;
+    return dt__new_grad(t) ? dt__fill(ctx, t->dtype, t->grad, 1, ctx->loss_scale) : ctx->status;
 }
 
 void dt_loss_scale(dt_ctx *ctx, double scale) {
@@ -4680,7 +5992,7 @@ static dt_status dt__backward_check(dt_tensor *y, dt_tensor *grad, dt_phase phas
     dt_ctx *ctx = y->ctx;
     if (phase < DT_BACKWARD || phase > DT_BACKWARD_WEIGHT)
         return dt_fail(ctx, DT_ERR_ARG, "dt_backward_at(%s): phase %d", y->name, (int)phase);
-    if (!grad && (dt_count(y->shape) != 1 || y->dtype == DT_I32))
+    if (!grad && (dt_count(y->shape) != 1 || dt__integer(y->dtype)))
         return dt_fail(ctx, DT_ERR_SHAPE, "dt_backward(%s): %s %s is no scalar", y->name,
             dt_dtype_name(y->dtype), dt__shape_text(y->shape).s);
     if (grad && grad->ctx != ctx)
@@ -4689,17 +6001,18 @@ static dt_status dt__backward_check(dt_tensor *y, dt_tensor *grad, dt_phase phas
     if (grad && (grad->dtype != y->dtype || !dt__same_shape(grad->shape, y->shape)))
         return dt_fail(ctx, DT_ERR_SHAPE, "dt_backward_at(%s): %s %s has a gradient %s", y->name,
             dt_dtype_name(y->dtype), dt__shape_text(y->shape).s, dt__tensor_text(grad).s);
-    if (dt__fail_if_dropped("dt_backward", y) || (grad && dt__fail_if_dropped("dt_backward", grad)))
+    if ((phase != DT_BACKWARD_WEIGHT && dt__fail_if_dropped("dt_backward", y)) ||
+        (grad && dt__fail_if_dropped("dt_backward", grad)))
         return ctx->status;
     if (grad && dt__ensure_values(grad) != DT_OK) return ctx->status;
     if (!y->needs_grad && !grad)
         return dt_fail(ctx, DT_ERR_ARG, "dt_backward(%s): no parameter leads to it%s", y->name,
             ctx->no_grad ? " (dt_no_grad is on)" : "");
+    if (!grad && !dt__loss_expect("dt_backward", y)) return ctx->status;
     return dt__backward_begin(y, phase);
 }
 
-dt_status dt_backward_at(dt_tensor *y, dt_tensor *grad, dt_phase phase) {
-    if (!y || y->ctx->status != DT_OK) return y ? y->ctx->status : DT_ERR_ARG;
+static dt_status dt__backward(dt_tensor *y, dt_tensor *grad, dt_phase phase) {
     dt_ctx *ctx = y->ctx;
     if (dt__backward_check(y, grad, phase) != DT_OK) return ctx->status;
     if (phase != DT_BACKWARD_WEIGHT && y->needs_grad && dt__backward_seed(y, grad) != DT_OK)
@@ -4725,15 +6038,23 @@ dt_status dt_backward_at(dt_tensor *y, dt_tensor *grad, dt_phase phase) {
     return ctx->status;
 }
 
-dt_status dt_backward(dt_tensor *loss) { return dt_backward_at(loss, NULL, DT_BACKWARD); }
-dt_status dt_backward_input(dt_tensor *loss) {
-    return dt_backward_at(loss, NULL, DT_BACKWARD_INPUT);
-}
-dt_status dt_backward_weight(dt_tensor *loss) {
-    return dt_backward_at(loss, NULL, DT_BACKWARD_WEIGHT);
+dt_status(dt_backward_at)(dt_tensor *y, dt_tensor *grad, dt_phase phase) {
+    if (!y || y->ctx->status != DT_OK) return y ? y->ctx->status : DT_ERR_ARG;
+    dt_site outer = dt__site_open(y->ctx);
+    dt_status status = dt__backward(y, grad, phase);
+    dt__site_close(y->ctx, outer);
+    return status;
 }
 
-// ==== 18. Ops: linear, norms, elementwise functions =============================================
+dt_status(dt_backward)(dt_tensor *loss) { return (dt_backward_at)(loss, NULL, DT_BACKWARD); }
+dt_status(dt_backward_input)(dt_tensor *loss) {
+    return (dt_backward_at)(loss, NULL, DT_BACKWARD_INPUT);
+}
+dt_status(dt_backward_weight)(dt_tensor *loss) {
+    return (dt_backward_at)(loss, NULL, DT_BACKWARD_WEIGHT);
+}
+
+// ==== 19. Ops: linear, norms, elementwise functions =============================================
 
 /* An op checks its inputs, makes its output, calls one kernel and records itself on the tape:
 
@@ -4757,19 +6078,25 @@ static dt_status dt__host_copy(const char *op, dt_tensor *t, void *out, const vo
     if (!out && !in && dt__bytes(t))
         return dt_fail(t->ctx, DT_ERR_ARG, "%s(%s): host memory is NULL", op, t->name);
     if (dt__fail_if_dropped(op, t)) return t->ctx->status;
-    return dt__read_or_write(t, out, in);
+    dt_site outer = dt__site_open(t->ctx);
+    dt_status status = dt__read_or_write(t, out, in);
+    dt__site_close(t->ctx, outer);
+    return status;
 }
 
-dt_status dt_read(const dt_tensor *t, void *host) {
+dt_status(dt_read)(const dt_tensor *t, void *host) {
     return dt__host_copy("dt_read", (dt_tensor *)t, host, NULL);
 }
-dt_status dt_write(dt_tensor *t, const void *host) {
+dt_status(dt_write)(dt_tensor *t, const void *host) {
     return dt__host_copy("dt_write", t, NULL, host);
 }
 
-void *dt_data(dt_tensor *t) {
+void *(dt_data)(dt_tensor *t) {
     if (!t || t->ctx->status != DT_OK || dt__fail_if_dropped("dt_data", t)) return NULL;
-    return dt__ensure_values(t) == DT_OK ? t->data : NULL;
+    dt_site outer = dt__site_open(t->ctx);
+    dt_status status = dt__ensure_values(t);
+    dt__site_close(t->ctx, outer);
+    return status == DT_OK ? t->data : NULL;
 }
 
 double dt_item(const dt_tensor *t) {
@@ -4777,6 +6104,7 @@ double dt_item(const dt_tensor *t) {
         float f;
         double d;
         int32_t i;
+        int64_t wide;
     } value;
     value.d = NAN;
     if (!t || dt_count(t->shape) != 1 || dt_read(t, &value) != DT_OK) return NAN;
@@ -4788,7 +6116,11 @@ double dt_item(const dt_tensor *t) {
    an earlier failure a NULL input is normal, and the context keeps the text of that failure. */
 static dt_ctx *dt__null_input(const char *op, dt_tensor *a, dt_tensor *b, dt_tensor *c) {
     dt_tensor *t = a ? a : b ? b : c;
-    if (t) dt_fail(t->ctx, DT_ERR_ARG, "%s(%s): another input is NULL", op, t->name);
+    if (t)
+        dt_fail(t->ctx, DT_ERR_ARG, "%s(%s): another input is NULL, number %d", op, t->name,
+            a && b ? 2
+            : a    ? 1
+                   : 0);
     return NULL;
 }
 
@@ -4840,7 +6172,7 @@ static dt_tensor *dt__shape_error(const char *op, const dt_tensor *x, const char
 static dt_ctx *dt__float_op_context(
     const char *op, int n, dt_tensor *x, dt_tensor *b, dt_tensor *c) {
     dt_ctx *ctx = dt__op_context(op, n, x, b, c);
-    if (!ctx || x->dtype != DT_I32) return ctx;
+    if (!ctx || !dt__integer(x->dtype)) return ctx;
     dt__shape_error(op, x, "not for integers");
     return NULL;
 }
@@ -4886,8 +6218,8 @@ static dt_record_desc dt__make_record(const char *name, dt_tensor *a, dt_tensor 
 
 /* Records y, as dt_record does, with a copy of *saved for the backward. */
 static dt_tensor *dt__record_with(dt_tensor *y, dt_record_desc d, const void *saved) {
-    void *copy = dt_record_saved(y, d);
-    if (copy) memcpy(copy, saved, d.saved_bytes);
+    dt_node *node = dt__record(y, y->ctx, &d);
+    if (node && node->saved) memcpy(node->saved, saved, d.saved_bytes);
     return y->ctx->status == DT_OK ? y : NULL;
 }
 
@@ -5033,6 +6365,12 @@ static dt_status dt__linear_back_groups(
         if (dx.pre_activation) a.pre_activation = dt__element(dx.pre_activation, type, at * s.in);
         if (dt__matmul(x->ctx, n->name, NULL, a) != DT_OK) return dt_error(x->ctx);
     }
+    /* the scratch for dw = d^T x depends on the number of rows, and takes the most rows from the
+       beginning */
+    int64_t most = (int64_t)(dt__reserved_bytes(x) / dt_dtype_size(type)) / (s.in ? s.in : 1);
+    if (rows && dw.c &&
+        !dt_scratch(x->ctx, dt__scratch_bytes(x->ctx, dt_matmul_work(s.in, most, type))))
+        return dt_error(x->ctx);
     for (int64_t g = 0, at = 0; dw.c && g < s.groups; at += dt__group_rows(x, rows, g++)) {
         dt_matmul_args a = dw;
         a.c = dt__element(dw.c, dt__wide(type, dw.wide), g * s.out * s.in);
@@ -5068,6 +6406,8 @@ static dt_status dt__linear_back(dt_node *n) {
     int no_activation = !((dt__linear_saved *)n->saved)->pre_activation;
     if (dt_wants(n, 3) && !no_activation && dt__pass_grad(n, 3, 0) != DT_OK) return dt_error(ctx);
     void *d = dt__linear_activation_grad(n);
+    /* nothing reads these data again */
+    if (d && !no_activation) dt__data_drop(((dt__linear_saved *)n->saved)->pre_activation);
     if (!d || (dt_wants(n, 0) && !(dx.c = dt__grad_wide(n, 0, &dx.accumulate, &dx.wide))))
         return dt_error(ctx);
     if (dx.c) dt__linear_fuse_input_grad(n, &dx);
@@ -5149,9 +6489,27 @@ static dt_status dt__linear_run(const char *op, dt_tensor *x, dt_tensor *w, dt_t
     return DT_OK;
 }
 
-/* dt_linear_at or, if `rows` is not NULL, dt_grouped_linear. `flags` has bits DT__LINEAR_*. */
-static dt_tensor *dt__linear(
-    dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc desc, const int64_t *rows, int flags) {
+/* The sharding rule of a linear op. */
+static int dt__propagate_linear(const char *op, dt_tensor *y, dt_tensor *x, dt_tensor *w,
+    dt_tensor *b, dt_linear_desc desc, int grouped, const dt_group *bias_group) {
+    int rule = grouped ? DT__RULE_GROUPED : DT__RULE_LINEAR;
+    dt_tensor partial, *in[4] = { x, w, b, desc.residual };
+    if (desc.activation) rule++; /* DT__RULE_*_ACTIVATION */
+    if (y && b && bias_group && bias_group->size > 1) {
+        if (!dt__placement_expect(op, b, bias_group, DT_COPY,
+                "only rank 0 adds the bias, so give it the gradient placement DT_GRAD_PARTIAL"))
+            return 0;
+        partial = *b;
+        if (!dt__placement_set(&partial, b, bias_group, DT_PARTIAL)) return 0;
+        in[2] = &partial;
+    }
+    return dt__propagate_at(op, y, rule, -1, -1, in, 4);
+}
+
+/* dt_linear_at or, if `rows` is not NULL, dt_grouped_linear. `flags` has bits DT__LINEAR_*. If
+   bias_group is not NULL, only its rank 0 adds the bias, so the bias is a partial sum over it. */
+static dt_tensor *dt__linear(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc desc,
+    const int64_t *rows, int flags, const dt_group *bias_group) {
     const char *op = rows ? "dt_grouped_linear" : "dt_linear";
     dt_ctx *ctx = dt__float_op_context(op, 2, x, w, b);
     dt_shape shape;
@@ -5162,17 +6520,20 @@ static dt_tensor *dt__linear(
         return NULL;
     }
     dt_tensor *y = dt__new_output(ctx, x->dtype, shape, op, flags & DT__LINEAR_TRANSIENT);
+    if (bias_group && bias_group->rank > 0) flags |= DT__LINEAR_NO_BIAS;
     dt_tensor *pre_activation = NULL, *added = flags & DT__LINEAR_NO_BIAS ? NULL : b;
+    if (!dt__propagate_linear(op, y, x, w, b, desc, rows != NULL, bias_group)) return NULL;
     int keep_pre_activation = desc.activation && !ctx->no_grad &&
                               (x->needs_grad || w->needs_grad || (b && b->needs_grad));
-    if (y && keep_pre_activation &&
+    if (keep_pre_activation &&
         !(pre_activation = dt__new_named(ctx, x->dtype, shape, "pre_activation")))
         return NULL;
-    if (!y || dt__linear_run(op, x, w, added, desc, rows, y, pre_activation) != DT_OK) return NULL;
+    if (dt__linear_run(op, x, w, added, desc, rows, y, pre_activation) != DT_OK) return NULL;
     dt__linear_saved saved = { desc.activation, pre_activation, 0, NULL, flags };
     dt_record_desc d = dt__make_record(op, x, w, b, dt__linear_back, sizeof saved);
     d.in[3] = desc.residual;
     d.n_in = 4;
+    d.unread_inputs = 1u << 3 | DT__UNREAD_OUTPUT;
     size_t bytes = rows && !ctx->no_grad ? (size_t)w->shape.d[0] * sizeof *rows : 0;
     void *copy = bytes ? dt__meta(ctx, bytes) : NULL;
     if (copy) saved.rows = (const int64_t *)memcpy(copy, rows, bytes);
@@ -5181,13 +6542,13 @@ static dt_tensor *dt__linear(
 
 dt_tensor *dt_grouped_linear(
     dt_tensor *x, dt_tensor *w, dt_tensor *b, const int64_t *rows, dt_linear_desc desc) {
-    if (rows || !x) return dt__linear(x, w, b, desc, rows, 0);
+    if (rows || !x) return dt__linear(x, w, b, desc, rows, 0, NULL);
     dt_fail(x->ctx, DT_ERR_ARG, "dt_grouped_linear(%s): rows is NULL", x->name);
     return NULL;
 }
 
 dt_tensor *dt_linear_at(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc desc) {
-    return dt__linear(x, w, b, desc, NULL, 0);
+    return dt__linear(x, w, b, desc, NULL, 0, NULL);
 }
 
 /* ---- norms ---- */
@@ -5234,6 +6595,7 @@ static dt_tensor *dt__norm(
     dt_tensor *rstd = dt__new_named(ctx, dt__wide(x->dtype, 1), row, "rstd");
     dt_tensor *mean = bias ? dt__new_named(ctx, dt__wide(x->dtype, 1), row, "mean") : NULL;
     if (!y || !rstd || (bias && !mean)) return NULL;
+    if (!dt__propagate(op, y, DT__RULE_NORM, x, gain, bias)) return NULL;
     dt_norm_args a = { .dtype = x->dtype,
         .out = y->data,
         .mean = mean ? mean->data : NULL,
@@ -5276,7 +6638,7 @@ static dt_status dt__softmax_back(dt_node *n) {
 
 dt_tensor *dt_softmax(dt_tensor *x) {
     dt_tensor *y = dt__new_like(x, "dt_softmax");
-    if (!y) return NULL;
+    if (!dt__propagate("dt_softmax", y, DT__RULE_LAST, x, NULL, NULL)) return NULL;
     dt_softmax_args a = { .dtype = x->dtype,
         .out = y->data,
         .in = x->data,
@@ -5285,7 +6647,7 @@ dt_tensor *dt_softmax(dt_tensor *x) {
     a.work_bytes = dt_row_work((int64_t)a.cols, x->dtype);
     a.work = dt_scratch(x->ctx, a.work_bytes);
     if (!a.work || DT__OP("dt_softmax", x, softmax, &a) != DT_OK) return NULL;
-    return dt_record(y, dt__make_record("dt_softmax", x, NULL, NULL, dt__softmax_back, 0));
+    return dt__record_op(y, dt__make_record("dt_softmax", x, NULL, NULL, dt__softmax_back, 0));
 }
 
 /* ---- elementwise functions ---- */
@@ -5310,7 +6672,8 @@ static dt_status dt__unary_back(dt_node *n) {
 
 static dt_tensor *dt__unary(const char *op, dt_tensor *x, int act, double scale, double shift) {
     dt_tensor *y = dt__new_like(x, op);
-    if (!y) return NULL;
+    int rule = act == DT_ACT_AFFINE && shift == 0 ? DT__RULE_SCALE : DT__RULE_FUNCTION;
+    if (!dt__propagate(op, y, rule, x, NULL, NULL)) return NULL;
     dt_unary_args a = { .dtype = x->dtype,
         .act = act,
         .out = y->data,
@@ -5356,7 +6719,7 @@ dt_tensor *dt_swiglu(dt_tensor *x) {
     shape.d[shape.nd - 2] = shape.d[shape.nd - 1];
     shape.nd--;
     dt_tensor *y = dt__new_named(ctx, x->dtype, shape, "dt_swiglu");
-    if (!y) return NULL;
+    if (!dt__propagate("dt_swiglu", y, DT__RULE_GLU, x, NULL, NULL)) return NULL;
     dt_glu_args a = { .dtype = x->dtype,
         .act = DT_ACT_SILU,
         .out = y->data,
@@ -5364,10 +6727,10 @@ dt_tensor *dt_swiglu(dt_tensor *x) {
         .rows = dt__row_count(y),
         .cols = dt__last_dim(x) };
     if (DT__OP("dt_swiglu", x, glu, &a) != DT_OK) return NULL;
-    return dt_record(y, dt__make_record("dt_swiglu", x, NULL, NULL, dt__swiglu_back, 0));
+    return dt__record_op(y, dt__make_record("dt_swiglu", x, NULL, NULL, dt__swiglu_back, 0));
 }
 
-// ==== 19. Ops: arithmetic, sums, shapes =========================================================
+// ==== 20. Ops: arithmetic, sums, shapes =========================================================
 
 /* Broadcasting. *out receives the shape of the result of an elementwise op on tensors of shapes `a`
    and b. stride_a and stride_b receive the strides of these tensors along the dimensions of *out.
@@ -5476,7 +6839,8 @@ static dt_tensor *dt__binary(const char *name, int op, dt_tensor *a, dt_tensor *
     if (!dt__broadcast(a->shape, b->shape, &args.shape, args.stride_a, args.stride_b))
         return dt__mismatch(name, a, b, "dimensions, counted from the last, must be equal or 1");
     dt_tensor *y = dt__new_named(ctx, a->dtype, args.shape, name);
-    if (!y) return NULL;
+    int rule = op == DT_MUL ? DT__RULE_MUL : op == DT_DIV ? DT__RULE_DIV : DT__RULE_ADD;
+    if (!dt__propagate(name, y, rule, a, b, NULL)) return NULL;
     args.out = y->data;
     args.a = a->data;
     args.b = b->data;
@@ -5514,6 +6878,12 @@ static int dt__split_at_dim(const char *op, dt_tensor *x, int dim, dt__dim_split
     return 1;
 }
 
+/* The sharding rule of an op on dimension `dim` of x, or on all dimensions (DT_ALL). */
+static int dt__propagate_dim(const char *op, dt_tensor *y, int rule, dt_tensor *x, int dim) {
+    int all = dim == DT_ALL;
+    return dt__propagate_at(op, y, rule, all ? 0 : dim, all ? x->shape.nd : 1, &x, 1);
+}
+
 typedef struct dt__sum_saved {
     dt__dim_split split;
     double scale;
@@ -5536,7 +6906,7 @@ static dt_status dt__sum_back(dt_node *n) {
         .count = (size_t)dt_count(y->shape),
         .scale = saved->scale };
     if (saved->scale != 1) {
-        a.in = scale.out = dt_scratch(x->ctx, dt__bytes(y));
+        a.in = scale.out = dt_scratch(x->ctx, dt__reserved_bytes(y));
         if (!a.in || DT__KERNEL(x->ctx, n->name, unary, &scale) != DT_OK) return dt_error(x->ctx);
     }
     a.out = dt_grad_raw(n, 0, &a.accumulate);
@@ -5549,7 +6919,7 @@ static dt_tensor *dt__sum(const char *op, dt_tensor *x, int dim, int mean) {
     if (!ctx || !dt__split_at_dim(op, x, dim, &r)) return NULL;
     double scale = mean ? 1.0 / (double)r.n : 1;
     dt_tensor *y = dt__new_named(ctx, x->dtype, r.reduced, op);
-    if (!y) return NULL;
+    if (!dt__propagate_dim(op, y, mean ? DT__RULE_MEAN : DT__RULE_SUM, x, dim)) return NULL;
     dt_sum_args a = { .dtype = x->dtype,
         .out = y->data,
         .in = x->data,
@@ -5598,7 +6968,7 @@ dt_tensor *dt_max_over(dt_tensor *x, int dim) {
     if (r.n == 0) return dt__shape_error("dt_max_over", x, "an empty dimension has no maximum");
     dt_tensor *y = dt__new_named(ctx, x->dtype, r.reduced, "dt_max_over");
     dt_tensor *index = dt__new_named(ctx, DT_I32, r.reduced, "index");
-    if (!y || !index) return NULL;
+    if (!index || !dt__propagate_dim("dt_max_over", y, DT__RULE_MAX, x, dim)) return NULL;
     dt_max_args a = { .dtype = x->dtype,
         .out = y->data,
         .index = (int32_t *)index->data,
@@ -5620,7 +6990,8 @@ dt_tensor *dt_topk(dt_tensor *x, int k, dt_tensor **index) {
     dt__dim_split r = { dt__row_count(x), dt__last_dim(x), 1, shape };
     dt_tensor *y = dt__new_named(ctx, x->dtype, shape, "dt_topk"),
               *at = dt__new_named(ctx, DT_I32, shape, "index");
-    if (!y || !at) return NULL;
+    if (!at || !dt__propagate("dt_topk", y, DT__RULE_LAST, x, NULL, NULL)) return NULL;
+    at->placements = y->placements;
     dt_topk_args a = { .dtype = x->dtype,
         .values = y->data,
         .index = (int32_t *)at->data,
@@ -5657,18 +7028,20 @@ dt_tensor *dt_alias(dt_tensor *x) {
         return y;
     }
     /* copies the data if they may be dropped before the alias */
-    int copied = owner->storage != DT__IN_ARENA ||
+    int copied = (owner->storage != DT__IN_ARENA && owner->storage != DT__HALVES) ||
                  (owner->param && owner->param->bucket->data != owner->param->bucket->shard);
     y = copied ? dt__new_named(ctx, x->dtype, x->shape, x->name)
                : dt__tensor(ctx, x->dtype, x->shape, x->name);
     if (y && copied && dt__move(ctx, y->data, x->data, dt__bytes(x)) != DT_OK) return NULL;
     if (y && !copied) y->data = x->data;
+    owner->read_by_weights = 1; /* so the data stay until the alias is dropped */
     return y;
 }
 
 dt_tensor *dt_reshape(dt_tensor *x, dt_shape shape) {
     dt_tensor *y = dt__view(x, shape, "dt_reshape");
-    if (!y || dt_count(shape) == dt_count(x->shape)) return y;
+    if (!y) return NULL;
+    if (dt_count(shape) == dt_count(x->shape)) return dt__propagate_reshape(y, x) ? y : NULL;
     dt_fail(x->ctx, DT_ERR_SHAPE, "dt_reshape(%s): %s and %s: element counts differ", x->name,
         dt__shape_text(x->shape).s, dt__shape_text(shape).s);
     return NULL;
@@ -5718,12 +7091,13 @@ static dt_status dt__strided_back(dt_node *n) {
     return DT_OK;
 }
 
-static dt_tensor *dt__strided_op(
-    const char *op, dt_tensor *const *x, int n, dt_shape shape, const dt__strided_saved *m) {
+/* rule, before, inner: the sharding rule, see dt__propagate_all. */
+static dt_tensor *dt__strided_op(const char *op, dt_tensor *const *x, int n, dt_shape shape,
+    const dt__strided_saved *m, int rule, int before, int inner) {
     dt_tensor *y = dt__new_named(x[0]->ctx, x[0]->dtype, shape, op);
-    for (int i = 0; y && i < n; i++)
+    if (!dt__propagate_at(op, y, rule, before, inner, x, n)) return NULL;
+    for (int i = 0; i < n; i++)
         if (dt__strided_copy(op, x[i], m, i, y->data, x[i]->data, 0, 0) != DT_OK) return NULL;
-    if (!y) return NULL;
     dt_record_desc d = dt__make_record(op, NULL, NULL, NULL, dt__strided_back, sizeof *m);
     for (int i = 0; i < n; i++) d.in[i] = x[i];
     d.n_in = n;
@@ -5746,7 +7120,9 @@ dt_tensor *dt_slice(dt_tensor *x, int dim, int64_t first, int64_t count) {
     dt__dense_strides(m.region[0], m.out_stride);
     dt__dense_strides(x->shape, m.in_stride[0]);
     m.in_offset[0] = first * m.in_stride[0][dim];
-    return dt__strided_op("dt_slice", &x, 1, m.region[0], &m);
+    int whole = count == x->shape.d[dim];
+    return dt__strided_op("dt_slice", &x, 1, m.region[0], &m,
+        whole ? DT__RULE_SCALE : DT__RULE_SLICE, whole ? -1 : dim, 1);
 }
 
 dt_tensor *dt_concat(dt_tensor *const *x, int n, int dim) {
@@ -5777,7 +7153,7 @@ dt_tensor *dt_concat(dt_tensor *const *x, int n, int dim) {
     }
     dt__dense_strides(shape, m.out_stride);
     for (int i = 0; i < n; i++) m.out_offset[i] *= m.out_stride[dim];
-    return dt__strided_op("dt_concat", x, n, shape, &m);
+    return dt__strided_op("dt_concat", x, n, shape, &m, DT__RULE_CONCAT, dim, 1);
 }
 
 dt_tensor *dt_transpose(dt_tensor *x, int dim_a, int dim_b) {
@@ -5798,7 +7174,9 @@ dt_tensor *dt_transpose(dt_tensor *x, int dim_a, int dim_b) {
     int64_t stride = m.in_stride[0][dim_a];
     m.in_stride[0][dim_a] = m.in_stride[0][dim_b];
     m.in_stride[0][dim_b] = stride;
-    return dt__strided_op("dt_transpose", &x, 1, m.region[0], &m);
+    int low = dim_a < dim_b ? dim_a : dim_b, between = dim_a + dim_b - 2 * low - 1;
+    return dt__strided_op("dt_transpose", &x, 1, m.region[0], &m,
+        between < 0 ? DT__RULE_SCALE : DT__RULE_TRANSPOSE, between < 0 ? -1 : low, between);
 }
 
 static dt_status dt__cast_back(dt_node *n) {
@@ -5828,16 +7206,18 @@ static dt_status dt__cast_recompute(dt_node *n) { return dt__cast_run(n->in[0], 
 static dt_tensor *dt__cast(dt_tensor *x, dt_dtype dtype, int transient) {
     dt_ctx *ctx = dt__op_context("dt_cast", 1, x, NULL, NULL);
     dt_tensor *y = ctx ? dt__new_output(ctx, dtype, x->shape, "dt_cast", transient) : NULL;
-    if (!y || dt__cast_run(x, y) != DT_OK) return NULL;
-    if (dtype == DT_I32 || x->dtype == DT_I32) return y;
+    int rule = dt__integer(dtype) ? DT__RULE_FUNCTION : DT__RULE_SCALE;
+    if (!dt__propagate("dt_cast", y, rule, x, NULL, NULL) || dt__cast_run(x, y) != DT_OK)
+        return NULL;
+    if (dt__integer(dtype) || dt__integer(x->dtype)) return y;
     dt_record_desc d = dt__make_record("dt_cast", x, NULL, NULL, dt__cast_back, 0);
     d.recompute = dt__cast_recompute;
-    return dt_record(y, d);
+    return dt__record_op(y, d);
 }
 
 dt_tensor *dt_cast(dt_tensor *x, dt_dtype dtype) { return dt__cast(x, dtype, 0); }
 
-// ==== 20. Ops: rows by index ====================================================================
+// ==== 21. Ops: rows by index ====================================================================
 
 /* An index (..) i32 selects rows of a table. A gather copies the rows that the index selects, and a
    scatter adds each row to the row that its index selects; each is the backward of the other:
@@ -5861,7 +7241,7 @@ static void dt__table_slice(
    table. */
 static size_t dt__table_work_bytes(dt_tensor *table) {
     int in_work = dt__narrow(table->dtype) && !dt__owner(table)->param;
-    return in_work ? (size_t)dt_count(table->shape) * sizeof(float) : 0;
+    return in_work ? dt__reserved_bytes(table) / dt_dtype_size(table->dtype) * sizeof(float) : 0;
 }
 
 /* The node's inputs are a table and ids. Adds row i of dout to the gradient of row ids[i] of the
@@ -5919,12 +7299,14 @@ static dt_tensor *dt__lookup_rows(
     dt_shape shape = ids->shape;
     shape.d[shape.nd++] = table->shape.d[1];
     dt_tensor *out = dt__new_output(ctx, table->dtype, shape, op, transient);
-    if (!out || dt__lookup_run(op, table, ids, ids->data, (size_t)dt_count(ids->shape), allow_empty,
-                    out->data) != DT_OK)
+    int rule = table->param ? DT__RULE_TABLE : DT__RULE_GATHER;
+    if (!dt__propagate(op, out, rule, table, ids, NULL) ||
+        dt__lookup_run(op, table, ids, ids->data, (size_t)dt_count(ids->shape), allow_empty,
+            out->data) != DT_OK)
         return NULL;
     dt_record_desc d = dt__make_record(op, table, ids, NULL, dt__embedding_back, 0);
     d.unread_inputs = 1;
-    return dt_record(out, d);
+    return dt__record_op(out, d);
 }
 
 dt_tensor *dt_embedding(dt_tensor *table, dt_tensor *ids) {
@@ -5939,7 +7321,7 @@ static dt_status dt__scatter_back(dt_node *n) {
     dt_tensor *x = n->in[0], *rows = n->in[1], *y = n->out;
     int accumulate = 0;
     void *dx = dt_grad_raw(n, 0, &accumulate),
-         *to = accumulate ? dt_scratch(x->ctx, dt__bytes(x)) : dx;
+         *to = accumulate ? dt_scratch(x->ctx, dt__reserved_bytes(x)) : dx;
     dt_embedding_args a = { .dtype = x->dtype,
         .out = to,
         .table = y->grad,
@@ -5964,7 +7346,7 @@ dt_tensor *dt_scatter_rows(dt_tensor *x, dt_tensor *rows, int64_t count) {
             op, x, rows, "x (..,C) and one i32 row for each of its rows are needed");
     if (count < 0) return dt__shape_error(op, x, "count, the number of result rows, is negative");
     dt_tensor *y = dt__new_named(ctx, x->dtype, DT_SHAPE(count, (int64_t)dt__last_dim(x)), op);
-    if (!y) return NULL;
+    if (!dt__propagate(op, y, DT__RULE_SCATTER, x, rows, NULL)) return NULL;
     dt_embedding_back_args a = { .dtype = x->dtype,
         .dtable = y->data,
         .dout = x->data,
@@ -5983,7 +7365,7 @@ dt_tensor *dt_scatter_rows(dt_tensor *x, dt_tensor *rows, int64_t count) {
     if (dt__kernel_done(ctx, op, x->name, "embedding_back", status) != DT_OK) return NULL;
     dt_record_desc d = dt__make_record(op, x, rows, NULL, dt__scatter_back, 0);
     d.unread_inputs = 1;
-    return dt_record(y, d);
+    return dt__record_op(y, d);
 }
 
 /* ---- weighted sums of rows ---- */
@@ -6123,13 +7505,15 @@ dt_tensor *dt_embedding_bag(dt_tensor *x, dt_tensor *rows, dt_tensor *weights) {
     dt_shape shape = rows->shape;
     shape.d[shape.nd - 1] = x->shape.d[1];
     dt_tensor *y = dt__new_named(ctx, x->dtype, shape, op);
-    if (!y || dt__bag_run(x, rows, weights, y) != DT_OK) return NULL;
+    if (!dt__propagate(op, y, DT__RULE_BAG, x, rows, weights) ||
+        dt__bag_run(x, rows, weights, y) != DT_OK)
+        return NULL;
     dt_record_desc d = dt__make_record(op, x, rows, weights, dt__bag_back, 0);
     d.unread_inputs = !weights->needs_grad;
-    return dt_record(y, d);
+    return dt__record_op(y, d);
 }
 
-// ==== 21. Ops: rotary embedding, dropout, attention, losses =====================================
+// ==== 22. Ops: rotary embedding, dropout, attention, losses =====================================
 
 static dt_rope_args dt__rope_args(const dt_tensor *x, const dt_tensor *positions, dt_rope_desc d) {
     dt_rope_args a = { .dtype = x->dtype,
@@ -6168,7 +7552,7 @@ dt_tensor *dt_rope(dt_tensor *x, dt_tensor *positions, dt_rope_desc desc) {
         return NULL;
     }
     dt_tensor *y = dt__new_named(ctx, x->dtype, x->shape, "dt_rope");
-    if (!y) return NULL;
+    if (!dt__propagate("dt_rope", y, DT__RULE_ROPE, x, positions, NULL)) return NULL;
     dt_rope_args a = dt__rope_args(x, positions, desc);
     a.in = x->data;
     a.out = y->data;
@@ -6182,12 +7566,25 @@ typedef struct dt__dropout_saved {
     uint64_t key;
 } dt__dropout_saved;
 
+/* Returns the column of the full tensor that is column 0 of x, whose last dimension may be
+   sharded. */
+static int64_t dt__first_column(const dt_tensor *x) {
+    int64_t shard = 0;
+    for (int i = 0; x->placements && i < x->placements->n; i++) {
+        const dt__placed *p = &x->placements->over[i];
+        if (p->at.kind == DT_PLACEMENT_SHARD && p->at.dim == x->shape.nd - 1 && p->outer == 1)
+            shard = shard * p->group->size + p->group->rank;
+    }
+    return shard * (int64_t)dt__last_dim(x);
+}
+
 static dt_dropout_args dt__dropout_args(
     const dt_tensor *x, const dt_tensor *tokens, double p, uint64_t key) {
     dt_dropout_args a = { .dtype = x->dtype,
         .tokens = tokens ? (const int32_t *)tokens->data : NULL,
         .rows = dt__row_count(x),
         .cols = dt__last_dim(x),
+        .offset = dt__first_column(x),
         .p = p,
         .key = key };
     return a;
@@ -6213,7 +7610,8 @@ dt_tensor *dt_dropout(dt_tensor *x, double p, uint64_t key, dt_tensor *tokens) {
         return dt__mismatch(
             "dt_dropout", x, tokens, "one i32 token for each row of x (..,C) is needed");
     dt_tensor *y = dt__new_named(ctx, x->dtype, x->shape, "dt_dropout");
-    if (!y) return NULL;
+    int rule = tokens ? DT__RULE_DROPOUT : DT__RULE_DROPOUT_ROWS;
+    if (!dt__propagate("dt_dropout", y, rule, x, tokens, NULL)) return NULL;
     dt_dropout_args a = dt__dropout_args(x, tokens, p, key);
     a.in = x->data;
     a.out = y->data;
@@ -6313,7 +7711,9 @@ dt_tensor *dt_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_attn_desc d
     dt_tensor *y = dt__new_named(ctx, q->dtype, q->shape, "dt_attention");
     dt_shape lse_shape = DT_SHAPE(q->shape.d[0], q->shape.d[2], q->shape.d[1]);
     dt_tensor *lse = dt__new_named(ctx, dt__wide(q->dtype, 1), lse_shape, "lse");
-    if (!y || !lse) return NULL;
+    /* without positions a causal mask takes the queries to be the last tokens of the keys */
+    int rule = desc.full || desc.positions ? DT__RULE_ATTENTION : DT__RULE_ATTENTION_CAUSAL;
+    if (!lse || !dt__propagate("dt_attention", y, rule, q, k, v)) return NULL;
     dt_attention_args a = { .dtype = q->dtype,
         .out = y->data,
         .lse = lse->data,
@@ -6548,8 +7948,11 @@ static dt_tensor *dt__cross_entropy(const char *op, dt_tensor *x, dt_tensor *w, 
     if (desc.z_loss) *desc.z_loss = z = dt__new_named(ctx, DT_F64, DT_SCALAR, "z loss");
     if (w && dt__loss_keeps_logits(ctx, x, w))
         logits = dt__new_named(ctx, x->dtype, DT_SHAPE(all, V), "logits");
-    if (ctx->status != DT_OK || !dt__loss_chunk_make(x, w, logits, desc.shard.count, &k))
-        return NULL;
+    int rule = w ? (desc.shard.count ? DT__RULE_VOCAB_LINEAR_LOSS : DT__RULE_LINEAR_LOSS)
+                 : (desc.shard.count ? DT__RULE_VOCAB_LOSS : DT__RULE_LOSS);
+    if (ctx->status != DT_OK || !dt__propagate(op, loss, rule, x, labels, w)) return NULL;
+    if (z) z->placements = loss->placements;
+    if (!dt__loss_chunk_make(x, w, logits, desc.shard.count, &k)) return NULL;
     dt_cross_entropy_args a = { .dtype = x->dtype,
         .loss = (double *)loss->data,
         .row_loss = k.row_loss,
@@ -6637,7 +8040,7 @@ dt_tensor *dt_mse(dt_tensor *a, dt_tensor *b, double denominator) {
     if (!dt__same_shape(a->shape, b->shape) || a->dtype != b->dtype)
         return dt__mismatch("dt_mse", a, b, "shapes and types must be equal");
     dt_tensor *loss = dt__new_named(ctx, DT_F64, DT_SCALAR, "dt_mse");
-    if (!loss) return NULL;
+    if (!dt__propagate("dt_mse", loss, DT__RULE_MSE, a, b, NULL)) return NULL;
     dt_mse_args args = { .dtype = a->dtype,
         .loss = (double *)loss->data,
         .a = a->data,
@@ -6661,8 +8064,9 @@ static dt_status dt__side_loss_back(dt_node *n) {
 dt_tensor *dt_loss(dt_tensor *x, dt_tensor *scalar, double weight) {
     dt_ctx *ctx = dt__op_context("dt_loss", 2, x, scalar, NULL);
     if (!ctx) return NULL;
-    if (dt_count(scalar->shape) != 1 || scalar->dtype == DT_I32)
+    if (dt_count(scalar->shape) != 1 || dt__integer(scalar->dtype))
         return dt__mismatch("dt_loss", x, scalar, "a side loss is a scalar");
+    if (scalar->needs_grad && !dt__loss_expect("dt_loss", scalar)) return NULL;
     dt_record_desc d =
         dt__make_record("dt_loss", scalar, NULL, NULL, dt__side_loss_back, sizeof weight);
     dt_node *node = dt__record(NULL, ctx, &d);
@@ -6670,7 +8074,7 @@ dt_tensor *dt_loss(dt_tensor *x, dt_tensor *scalar, double weight) {
     return ctx->status == DT_OK ? x : NULL;
 }
 
-// ==== 22. JSON ==================================================================================
+// ==== 23. JSON ==================================================================================
 
 /* A recursive-descent parser (RFC 8259) that reads the text twice. The first pass validates the
    text and counts nodes and string bytes; the second pass fills one allocation of the counted size.
@@ -7322,7 +8726,7 @@ void dt_json_out_free(dt_json_out *o) {
     o->used = o->capacity = 0;
 }
 
-// ==== 23. Reading and writing files =============================================================
+// ==== 24. Reading and writing files =============================================================
 
 static char *dt__concat_text(dt_ctx *ctx, const char *a, size_t a_bytes, const char *b) {
     char *s = (char *)dt_alloc(ctx, DT_MEM_HOST, a_bytes + strlen(b) + 1, "a path");
@@ -7614,7 +9018,7 @@ dt_status dt_file_write(dt_ctx *ctx, const char *path, const void *data, size_t 
     return dt__new_file_end(ctx, &f, path);
 }
 
-// ==== 24. Weight files: formats and reading =====================================================
+// ==== 25. Weight files: formats and reading =====================================================
 
 /* Two formats: safetensors (huggingface.co/docs/safetensors), in one file or in shards with an
    index, and the model files of llm.c.
@@ -7638,16 +9042,17 @@ typedef struct dt__type {
 /* The element types, in the order of the enum of the safetensors library. A writer sorts the
    tensors of a file by type, from the last type of this list to the first. */
 static const dt__type dt__types[] = { { .name = "BOOL", .bits = 8 }, { .name = "F4", .bits = 4 },
-    { .name = "F6_E2M3", .bits = 6 }, { .name = "F6_E3M2", .bits = 6 }, { .name = "U8", .bits = 8 },
-    { .name = "I8", .bits = 8 }, { .name = "F8_E5M2", .bits = 8 }, { .name = "F8_E4M3", .bits = 8 },
+    { .name = "F6_E2M3", .bits = 6 }, { .name = "F6_E3M2", .bits = 6 },
+    { .name = "U8", .bits = 8, .readable = 1, .dtype = DT_U8 }, { .name = "I8", .bits = 8 },
+    { .name = "F8_E5M2", .bits = 8 }, { .name = "F8_E4M3", .bits = 8 },
     { .name = "F8_E8M0", .bits = 8 }, { .name = "F8_E4M3FNUZ", .bits = 8 },
     { .name = "F8_E5M2FNUZ", .bits = 8 }, { .name = "I16", .bits = 16 },
     { .name = "U16", .bits = 16 }, { .name = "F16", .bits = 16, .readable = 1, .dtype = DT_F16 },
     { .name = "BF16", .bits = 16, .readable = 1, .dtype = DT_BF16 },
     { .name = "I32", .bits = 32, .readable = 1, .dtype = DT_I32 }, { .name = "U32", .bits = 32 },
     { .name = "F32", .bits = 32, .readable = 1, .dtype = DT_F32 }, { .name = "C64", .bits = 64 },
-    { .name = "F64", .bits = 64, .readable = 1, .dtype = DT_F64 }, { .name = "I64", .bits = 64 },
-    { .name = "U64", .bits = 64 } };
+    { .name = "F64", .bits = 64, .readable = 1, .dtype = DT_F64 },
+    { .name = "I64", .bits = 64, .readable = 1, .dtype = DT_I64 }, { .name = "U64", .bits = 64 } };
 enum { DT__TYPES = sizeof dt__types / sizeof *dt__types };
 
 /* The tensors of an llm.c model, in file order. Each character of `dims` gives a dimension: P is
@@ -8203,7 +9608,7 @@ static dt_status dt__weights_check_range(const dt_weights *w, const char *func, 
         return dt_fail(w->ctx, DT_ERR_UNSUPPORTED, "%s(%s): it has more than %d dimensions", func,
             dt__printable_name(t->name).s, DT_MAX_DIMS);
     if (!t->readable || dt_dtype_size(dtype) == 0 ||
-        (t->dtype != dtype && (t->dtype == DT_I32 || dtype == DT_I32)))
+        (t->dtype != dtype && (dt__integer(t->dtype) || dt__integer(dtype))))
         return dt_fail(w->ctx, DT_ERR_UNSUPPORTED, "%s(%s): no conversion between %s and %s", func,
             dt__printable_name(t->name).s, t->type, dt_dtype_name(dtype));
     return DT_OK;
@@ -8264,7 +9669,7 @@ dt_status dt_weights_write(
     return dt__weights_access(w, 1, index, first, count, from, (void *)(uintptr_t)host);
 }
 
-// ==== 25. Weight files: parameters and writing ==================================================
+// ==== 26. Weight files: parameters and writing ==================================================
 
 /* A parameter's local slice is a set of contiguous ranges of the tensor in the file. A transposed
    slice is copied in tiles, each of which fits the staging buffer. */
@@ -8712,13 +10117,13 @@ dt_status dt_weights_close(dt_weights *w) {
     return ctx->status;
 }
 
-// ==== 26. Arithmetic on the CPU =================================================================
+// ==== 27. Arithmetic on the CPU =================================================================
 
-/* Code that sections 27 to 31 share: elementary functions, block sizes and scratch sizes, and loops
+/* Code that sections 28 to 32 share: elementary functions, block sizes and scratch sizes, and loops
    over strided arrays.
 
    Summation order. A result must not depend on the number of threads. Outside the micro-kernel of
-   section 27 and the exponential of section 29 it must not depend on the instruction set either.
+   section 28 and the exponential of section 30 it must not depend on the instruction set either.
    Therefore, in the rest of this file, the compiler must not contract a product and a sum to a
    fused multiply-add (fp-contract=off), and every sum has a fixed number of lanes. Each result is
    computed by one thread: the terms of a sum are never divided among threads. */
@@ -8744,6 +10149,8 @@ dt_status dt_weights_close(dt_weights *w) {
 /* Instruction sets of the CPU, slowest first. The plain set, which has no special instructions, is
    always compiled. dt__best_isa chooses one set at run time. */
 enum { DT__PLAIN = 0, DT__SIMD = 1 /* AVX2 with FMA, or NEON */, DT__AVX512 = 2, DT__ISAS = 3 };
+
+#ifndef DT_NO_KERNELS
 /* Vectors with the alignment of one element, because a vector may begin at any element. */
 typedef float dt__float4 __attribute__((vector_size(16), may_alias, aligned(4)));
 typedef double dt__double2 __attribute__((vector_size(16), may_alias, aligned(8)));
@@ -8859,6 +10266,7 @@ static double dt__uniform53(uint32_t high, uint32_t low) {
 }
 
 static void *dt__align64(void *p) { return (char *)p + (64 - ((uintptr_t)p & 63)) % 64; }
+#endif /* DT_NO_KERNELS */
 
 #ifdef DT_USE_CBLAS
 #include <cblas.h>
@@ -8871,12 +10279,19 @@ static void *dt__align64(void *p) { return (char *)p + (64 - ((uintptr_t)p & 63)
 #include <omp.h>
 #define DT__PARALLEL _Pragma("omp parallel for schedule(static) num_threads(dt__omp_threads())")
 static int dt__omp_threads(void) { return omp_in_parallel() ? 1 : omp_get_max_threads(); }
-static int dt__omp_thread(void) { return omp_get_thread_num(); }
 #else
 #define DT__PARALLEL
 static int dt__omp_threads(void) { return 1; }
-static int dt__omp_thread(void) { return 0; }
 #endif
+
+#ifndef DT_NO_KERNELS
+static int dt__omp_thread(void) {
+#ifdef DT_USE_OMP
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
+}
 
 /* Returns 1 if the processor multiplies pairs of bf16 (instruction vdpbf16ps) faster than floats,
    as AMD processors do. Intel processors have the instruction, but reach only half the rate of
@@ -8887,8 +10302,9 @@ static int dt__bf16_pairs_are_fast(void) {
     return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_is("amd");
 }
 #endif
+#endif /* DT_NO_KERNELS */
 
-/* Block sizes of the matrix product (section 27). The block sizes decide which data stays in which
+/* Block sizes of the matrix product (section 28). The block sizes decide which data stays in which
    cache and change no bit of the result. */
 enum {
     DT__MAX_KC = 512, /* most steps of K in a block; a panel of A of 14 x 512 floats has 28 KB */
@@ -8896,6 +10312,8 @@ enum {
     DT__A_PANELS = 8,               /* number of panels of A that are packed together */
     DT__C_PANELS = 20 /* most panels of rows in a block of C if K has several blocks */
 };
+
+#ifndef DT_NO_KERNELS
 typedef struct dt__gemm_blocks {
     int64_t kc, nc;  /* steps of K and columns of B in a packed block */
     int64_t c_tiles; /* elements of the unfinished tiles of C */
@@ -8912,6 +10330,7 @@ static dt__gemm_blocks dt__gemm_blocks_make(int64_t n, int64_t steps, size_t siz
     if (k_blocks > 1) p.c_tiles = DT__C_PANELS * 14 * p.nc;
     return p;
 }
+#endif
 
 /* Scratch memory for more elements than DT__MAX_WORK fits in no memory. For such sizes dt_row_work
    and dt_attention_work return SIZE_MAX. */
@@ -8940,12 +10359,12 @@ size_t dt_row_work(int64_t cols, dt_dtype dtype) {
 /* The maximum number of columns of a tile. */
 enum { DT__LANES = 32 };
 
-/* The size of a block of queries and of a tile of keys in attention (section 29). The borders
+/* The size of a block of queries and of a tile of keys in attention (section 30). The borders
    decide the order of the sums. A tile of keys is read again for every block of queries, from
    strided rows that the L2 cache may no longer hold. Many queries in a block make this rare. */
 enum { DT__QUERY_BLOCK = 256, DT__KEY_TILE = 64 };
 
-/* The scratch memory holds the arrays of the struct attention_work of section 29, whose elements
+/* The scratch memory holds the arrays of the struct attention_work of section 30, whose elements
    have the compute type: 9 arrays for a block and a tile, and the gradients of tk keys and values.
    */
 size_t dt_attention_work(int64_t tk, int64_t dim, dt_dtype dtype) {
@@ -9019,12 +10438,13 @@ DT__CPP_WARNINGS_ON
 #endif /* DT_TENSOR_IMPL */
 
 #ifdef DT__BITS
-/* Section 31 includes this part of the file once for every compute type and instruction set.
-   DT__BITS selects the compute type (32 for float, 64 for double, 1 for int32_t) and DT__ISA the
-   instruction set. DT__K(name) appends the type and the instruction set to a name. DT__FN begins
-   every function. The loops are plain C that the compiler vectorizes (-O3). Intrinsics are used
-   only in the micro-kernel of the matrix product, transpositions, square roots and non-temporal
-   stores. */
+/* Section 32 includes this part of the file once for every compute type and instruction set.
+   DT__BITS selects the compute type (32 for float, 64 for double, 1 for int32_t, 2 for int64_t, 3
+   for uint8_t) and DT__ISA the instruction set. DT__FLOATS is 0 for the integer types, and with
+   DT_NO_KERNELS for all types: then only the kernels that communication needs are compiled.
+   DT__K(name) appends the type and the instruction set to a name. DT__FN begins every function. The
+   loops are plain C that the compiler vectorizes (-O3). Intrinsics are used only in the
+   micro-kernel of the matrix product, transpositions, square roots and non-temporal stores. */
 #define DT__JOIN2(name, suffix) dt__##name##suffix
 #define DT__JOIN(name, suffix) DT__JOIN2(name, suffix)
 #define DT__K(name) DT__JOIN(name, DT__SUFFIX)
@@ -9045,18 +10465,31 @@ DT__CPP_WARNINGS_ON
 #define DT__TANH(x) tanh(x)
 #define DT__PHI(x) (0.5 * erfc(-0.7071067811865476 * (x)))
 #define DT__GEMM cblas_dgemm
-#else
+#elif DT__BITS == 1
 #define DT__REAL int32_t
 #define DT__WIDE int64_t
+#define DT__SUFFIX _i32
+#elif DT__BITS == 2
+#define DT__REAL int64_t
+#define DT__WIDE uint64_t /* wraps around without undefined behaviour */
+#define DT__SUFFIX _i64
+#else
+#define DT__REAL uint8_t
+#define DT__WIDE uint32_t
+#define DT__SUFFIX _u8
+#endif
+#if DT__BITS >= 32 && !defined(DT_NO_KERNELS)
+#define DT__FLOATS 1
+#else
+#define DT__FLOATS 0
 #endif
 
 /* A tile of the matrix product has DT__MR rows of two vectors each (DT__NR columns). A tile of
    attention has DT__ATTENTION_MR rows. The sums of a tile must fit in the vector registers: 14 rows
    x 2 vectors in 32 registers with AVX-512, 6 x 2 in 16 with AVX2, 8 x 2 in 32 with NEON, 4 x 2 in
    16 with the 16-byte vectors of the plain instruction set. */
-#if DT__BITS == 1
+#if DT__BITS < 32
 #define DT__FN static
-#define DT__SUFFIX _i32
 #elif DT__ISA == 2 /* AVX-512 */
 #define DT__FN static __attribute__((target("avx512f")))
 #define DT__MR 14
@@ -9148,7 +10581,7 @@ DT__CPP_WARNINGS_ON
 #define DT__FMADD(x, v, sum) ((sum) + (x) * (v))
 #endif
 
-#if DT__BITS != 1 /* the matrix product exists only for floating-point types */
+#if DT__FLOATS
 #define DT__NV ((int64_t)(sizeof(DT__V) / sizeof(DT__REAL))) /* elements per vector */
 #define DT__NR (2 * DT__NV)                                  /* columns per tile */
 /* DT__MR rounded up to a multiple of DT__NV; this adds at most two */
@@ -9226,12 +10659,12 @@ DT__FN void DT__K(store)(
     DT__REAL *out = (DT__REAL *)array + at;
     (void)dtype;
     if (accumulate)
-        for (int64_t i = 0; i < n; i++) out[i] += row[i];
+        for (int64_t i = 0; i < n; i++) out[i] = (DT__REAL)((DT__WIDE)out[i] + (DT__WIDE)row[i]);
     else if (out != row)
         memcpy(out, row, (size_t)n * sizeof *out);
 }
 
-#if DT__BITS != 1
+#if DT__FLOATS
 
 /* ---- activations ---- */
 
@@ -9348,7 +10781,7 @@ DT__FN void DT__K(act_back)(
 #undef DT__GELU_A
 #undef DT__GELU_B
 
-// ==== 27. Matrix product on the CPU =============================================================
+// ==== 28. Matrix product on the CPU =============================================================
 
 /* GEMM: C = A B. The naive product (matmul_naive) computes each element as a dot product over K, as
    in the definition, and reads all of B from memory for every row of A. The fast product
@@ -9926,7 +11359,7 @@ DT__FN dt_status DT__K(matmul)(const dt_matmul_args *a) {
 }
 #endif
 
-// ==== 28. CPU kernels: elementwise, rows, norms =================================================
+// ==== 29. CPU kernels: elementwise, rows, norms =================================================
 
 /* The kernels of section 2. Most kernels work in strips: load widens bf16 and f16 to the compute
    type, the loop computes, store rounds once. A sum of n elements is computed in 16 lanes. At the
@@ -9939,7 +11372,12 @@ DT__FN dt_status DT__K(matmul)(const dt_matmul_args *a) {
    reordering. */
 
 DT__FN dt_status DT__K(fill)(const dt_fill_args *a) {
-    DT__REAL strip[DT__STRIP], value = (DT__REAL)a->value;
+    DT__REAL strip[DT__STRIP], value;
+#if DT__BITS < 32
+    dt__set_number(a->dtype, &value, 0, a->value);
+#else
+    value = (DT__REAL)a->value;
+#endif
     for (int i = 0; i < DT__STRIP; i++) strip[i] = value;
     for (int64_t at = 0, n = (int64_t)a->count; at < n; at += DT__STRIP)
         DT__K(store)(a->dtype, a->out, at, n - at < DT__STRIP ? n - at : DT__STRIP, strip, 0);
@@ -9963,8 +11401,8 @@ DT__FN void DT__K(stream_copy)(char *dst, const char *src, size_t bytes) {
 
 /* Reduces elements [at, at + n) of all inputs, in the order of the inputs, and then stores the
    result in all outputs, so an output may also be an input. The result of each operation is rounded
-   to the compute type (int32_t wraps around). DT_AVG divides the finished sum by the number of
-   inputs. */
+   to the compute type (integers wrap around). DT_AVG divides the finished sum by the number of
+   inputs, which may not fit into a uint8_t. */
 DT__FN inline __attribute__((always_inline)) void DT__K(reduce_strip)(
     const dt_reduce_args *a, size_t at, int64_t n, int narrow) {
     DT__REAL sums[DT__STRIP], left[DT__STRIP], right[DT__STRIP];
@@ -9974,7 +11412,7 @@ DT__FN inline __attribute__((always_inline)) void DT__K(reduce_strip)(
         switch (a->op) {
         case DT_SUM:
         case DT_AVG:
-            for (int64_t i = 0; i < n; i++) sums[i] = (DT__REAL)((DT__WIDE)x[i] + in[i]);
+            for (int64_t i = 0; i < n; i++) sums[i] = (DT__REAL)((DT__WIDE)x[i] + (DT__WIDE)in[i]);
             break;
         case DT_MAX:
             for (int64_t i = 0; i < n; i++) sums[i] = in[i] > x[i] ? in[i] : x[i];
@@ -9983,14 +11421,19 @@ DT__FN inline __attribute__((always_inline)) void DT__K(reduce_strip)(
             for (int64_t i = 0; i < n; i++) sums[i] = in[i] < x[i] ? in[i] : x[i];
             break;
         case DT_PROD:
-            for (int64_t i = 0; i < n; i++) sums[i] = (DT__REAL)((DT__WIDE)x[i] * in[i]);
+            for (int64_t i = 0; i < n; i++) sums[i] = (DT__REAL)((DT__WIDE)x[i] * (DT__WIDE)in[i]);
             break;
         }
         x = sums;
     }
     if (a->n == 1) memcpy(sums, x, (size_t)n * sizeof *sums);
     if (a->op == DT_AVG)
-        for (int64_t i = 0; i < n; i++) sums[i] /= (DT__REAL)a->n;
+        for (int64_t i = 0; i < n; i++)
+#if DT__BITS < 32
+            sums[i] = (DT__REAL)(sums[i] / a->n);
+#else
+            sums[i] /= (DT__REAL)a->n;
+#endif
     if (narrow) DT__K(store)(a->dtype, right, 0, n, sums, 0);
     const char *result = (const char *)(narrow ? right : sums);
     size_t size = narrow ? sizeof(uint16_t) : sizeof *sums;
@@ -10036,7 +11479,7 @@ DT__FN dt_status DT__K(permute)(const dt_permute_args *a) {
     return DT_OK;
 }
 
-#if DT__BITS != 1 /* the other kernels exist only for floating-point types */
+#if DT__FLOATS
 
 /* Sets `total` to the sum of TERM, an expression in j, over 0 <= j < n. The sum is computed in 16
    lanes, in the order described at the head of this section. */
@@ -10254,7 +11697,11 @@ DT__FN dt_status DT__K(sum)(const dt_sum_args *a) {
     return DT_OK;
 }
 
-/* Finds the maximum and its index. A NaN is returned only if it is the first element. */
+/* Returns 1 if a is greater than b in the order of max and topk, in which a NaN is greater than all
+   numbers. */
+DT__FN int DT__K(is_greater)(DT__REAL a, DT__REAL b) { return a > b || (a != a && b == b); }
+
+/* Finds the maximum and its index. */
 DT__FN dt_status DT__K(max)(const dt_max_args *a) {
     DT__REAL best[DT__STRIP], buf[DT__STRIP];
     int64_t inner = (int64_t)a->inner, n = (int64_t)a->n;
@@ -10267,7 +11714,7 @@ DT__FN dt_status DT__K(max)(const dt_max_args *a) {
                 const DT__REAL *x =
                     DT__K(load)(a->dtype, a->in, (o * n + j) * inner + c, have, buf);
                 for (int64_t i = 0; i < have; i++) {
-                    if (j > 0 && !(x[i] > best[i])) continue;
+                    if (j > 0 && !DT__K(is_greater)(x[i], best[i])) continue;
                     best[i] = x[i];
                     index[i] = (int32_t)j;
                 }
@@ -10305,8 +11752,8 @@ DT__FN dt_status DT__K(topk)(const dt_topk_args *a) {
         for (int64_t c = 0; c < cols; c++) {
             const DT__REAL *x = DT__K(load)(a->dtype, a->in, r * cols + c, 1, &value);
             int64_t at = c < k ? c : k; /* first the length of the list, then the insertion point */
-            while (
-                at > 0 && *x > *DT__K(load)(a->dtype, a->in, r * cols + index[at - 1], 1, &other)) {
+            while (at > 0 && DT__K(is_greater)(*x, *DT__K(load)(a->dtype, a->in,
+                                                       r * cols + index[at - 1], 1, &other))) {
                 if (at < k) index[at] = index[at - 1];
                 at--;
             }
@@ -10507,7 +11954,7 @@ DT__FN dt_status DT__K(embedding_back)(const dt_embedding_back_args *a) {
 
 #endif /* floating types */
 
-// ==== 29. CPU kernels: attention ================================================================
+// ==== 30. CPU kernels: attention ================================================================
 
 /* Attention: out = softmax(scale q k^T) v. The naive version computes this definition.
    Flash attention, arXiv:2205.14135, computes the same result from tiles of keys, and never stores
@@ -10544,7 +11991,8 @@ DT__FN dt_status DT__K(embedding_back)(const dt_embedding_back_args *a) {
    If some queries of a block see a key whose v is not finite, the results of the other queries of
    the block become NaN too, because 0 times v is NaN. */
 
-#if DT__BITS == 1 /* this part is compiled once, before the kernels of the floating types */
+/* this part is compiled once, before the kernels of the floating types */
+#if DT__BITS == 1 && !defined(DT_NO_KERNELS)
 
 /* ---- naive attention ---- */
 
@@ -10769,7 +12217,7 @@ static int64_t dt__visible_tile(const dt_attention_args *a, const dt__query_bloc
     return end;
 }
 
-#else /* the flash kernels of one floating type */
+#elif DT__FLOATS /* the flash kernels of one floating type */
 
 /* ---- flash attention ---- */
 
@@ -11176,9 +12624,9 @@ DT__FN dt_status DT__K(attention_back)(const dt_attention_back_args *g) {
 }
 #endif
 
-// ==== 30. CPU kernels: losses and optimizers ====================================================
+// ==== 31. CPU kernels: losses and optimizers ====================================================
 
-#if DT__BITS != 1
+#if DT__FLOATS
 /* Log-sum-exp: returns max + log(sum of e^(x - max)). The largest term is 1, so nothing overflows.
    The exponentials are computed in the compute type, their sum and its logarithm in double. */
 DT__FN double DT__K(log_sum_exp)(const DT__REAL *x, int64_t n) {
@@ -11413,8 +12861,9 @@ DT__FN dt_status DT__K(sign_pack)(const dt_sign_pack_args *a) {
     const DT__REAL *x = (const DT__REAL *)a->x, *v = (const DT__REAL *)a->v;
     double squares = 0, numbers = 0;
     if (a->parts < 1 || a->count % (8 * a->parts) != 0) return DT_ERR_ARG;
-    for (size_t start = 0; start < a->count; start += DT_PIECE) {
-        int64_t n = a->count - start < DT_PIECE ? (int64_t)(a->count - start) : DT_PIECE;
+    int64_t count = (int64_t)a->count;
+    for (int64_t start = 0; start < count; start += DT_PIECE) {
+        int64_t n = count - start < DT_PIECE ? count - start : DT_PIECE;
         double sum;
         for (int64_t i = 0; i < n; i++)
             error[i + start] = v[i + start] != 0 ? x[i + start] + error[i + start] : 0;
@@ -11457,12 +12906,12 @@ DT__FN dt_status DT__K(sign_unpack)(const dt_sign_unpack_args *a) {
 #undef DT__SUM
 #endif /* floating types */
 
-/* The kernels of this compute type and instruction set. dt__variant_of (section 31) chooses among
+/* The kernels of this compute type and instruction set. dt__variant_of (section 32) chooses among
    these tables. */
-#if DT__BITS == 1
-#define DT__VARIANT_ENTRY(k) NULL,
-#else
+#if DT__FLOATS
 #define DT__VARIANT_ENTRY(k) DT__K(k),
+#else
+#define DT__VARIANT_ENTRY(k) NULL,
 #endif
 static const dt__variant DT__K(
     variant) = { DT__K(fill), DT__K(reduce), DT__K(permute), DT__FLOAT_KERNELS(DT__VARIANT_ENTRY) };
@@ -11472,6 +12921,7 @@ static const dt__variant DT__K(
 #undef DT__K
 #undef DT__REAL
 #undef DT__WIDE
+#undef DT__FLOATS
 #undef DT__EXP
 #undef DT__LOG
 #undef DT__FN
@@ -11507,15 +12957,21 @@ DT__CPP_WARNINGS_OFF
 extern "C" {
 #endif
 
-// ==== 31. The CPU kernel table ==================================================================
+// ==== 32. The CPU kernel table ==================================================================
 
-/* Includes sections 27 to 30, and the end of 26, once for each compute type and instruction set:
+/* Includes sections 28 to 31, and the end of 27, once for each compute type and instruction set:
 
-       i32 plain | f32, f64 plain | f32, f64 AVX2 or NEON | f32, f64 AVX-512
+       i32, i64, u8 plain | f32, f64 plain | f32, f64 AVX2 or NEON | f32, f64 AVX-512
 
    At run time dt__best_isa chooses the best instruction set that the machine supports. bf16 and f16
    use the f32 kernels. */
 #define DT__BITS 1
+#define DT__ISA 0
+#include "dt_tensor.h"
+#define DT__BITS 2
+#define DT__ISA 0
+#include "dt_tensor.h"
+#define DT__BITS 3
 #define DT__ISA 0
 #include "dt_tensor.h"
 #define DT__BITS 32
@@ -11575,7 +13031,8 @@ static const dt__variant *dt__variant_of(dt_dtype dtype, int isa) {
     if (dtype == DT_F32 || dt__narrow(dtype)) return f32[isa];
     if (dtype == DT_F64) return f64[isa];
     if (dtype == DT_I32) return &dt__variant_i32;
-    return NULL;
+    if (dtype == DT_I64) return &dt__variant_i64;
+    return dtype == DT_U8 ? &dt__variant_u8 : NULL;
 }
 
 #define DT__DISPATCH(k) \
@@ -11587,17 +13044,35 @@ static const dt__variant *dt__variant_of(dt_dtype dtype, int isa) {
 DT__VARIANT_KERNELS(DT__DISPATCH)
 #undef DT__DISPATCH
 
-/* Converts each element to double, which represents every value of the other types, and then to the
-   output's type. */
+static dt_status dt__cpu_move(void *dst, const void *src, size_t bytes, void *stream) {
+    (void)stream;
+    if (bytes != 0) memcpy(dst, src, bytes);
+    return DT_OK;
+}
+
+/* Returns the element of an i64 array as a double. Beyond 2^53 a double does not represent every
+   integer: the result is then rounded to odd in 43 bits or more, so that a second rounding, to f32
+   or 16 bits, rounds correctly. */
+static double dt__i64_to_odd(int64_t x) {
+    int is_exact = x >= -((int64_t)1 << 53) && x <= (int64_t)1 << 53;
+    return (double)(is_exact ? x : (x & ~(int64_t)2047) | (x & 2047 ? 2048 : 0));
+}
+
+/* Converts each element to double, which represents every value of the other types except i64, and
+   then to the output's type. */
 static dt_status dt__cpu_cast(const dt_cast_args *a, void *stream) {
     double x[DT__STRIP];
-    (void)stream;
     if (dt_dtype_size(a->dtype) == 0 || dt_dtype_size(a->from) == 0 ||
-        (a->accumulate && a->dtype == DT_I32))
+        (a->accumulate && dt__integer(a->dtype)))
         return DT_ERR_UNSUPPORTED;
+    if (a->dtype == a->from && !a->accumulate)
+        return dt__cpu_move(a->out, a->in, a->count * dt_dtype_size(a->from), stream);
     for (size_t at = 0; at < a->count; at += DT__STRIP) {
         size_t n = a->count - at < DT__STRIP ? a->count - at : DT__STRIP;
-        for (size_t i = 0; i < n; i++) x[i] = dt__number(a->from, a->in, at + i);
+        if (a->from == DT_I64 && a->dtype != DT_F64)
+            for (size_t i = 0; i < n; i++) x[i] = dt__i64_to_odd(((const int64_t *)a->in)[at + i]);
+        else
+            for (size_t i = 0; i < n; i++) x[i] = dt__number(a->from, a->in, at + i);
         if (a->accumulate)
             for (size_t i = 0; i < n; i++) x[i] += dt__number(a->dtype, a->out, at + i);
         for (size_t i = 0; i < n; i++) dt__set_number(a->dtype, a->out, at + i, x[i]);
@@ -11614,12 +13089,6 @@ static dt_status dt__cpu_copy(const dt_copy_args *a, void *stream) {
     for (size_t r = 0; r < a->rows; r++)
         memcpy((char *)a->out + r * a->out_stride, (const char *)a->in + r * a->in_stride,
             a->row_bytes);
-    return DT_OK;
-}
-
-static dt_status dt__cpu_move(void *dst, const void *src, size_t bytes, void *stream) {
-    (void)stream;
-    if (bytes != 0) memcpy(dst, src, bytes);
     return DT_OK;
 }
 
@@ -11649,7 +13118,8 @@ DT__CPP_WARNINGS_ON
 #endif /* DT__TENSOR_TABLE */
 
 /* HISTORY
-     0.2.0   names replaced by the usual terms, old -> new: dt_unit* -> dt_bucket* (kept -> shard,
+     0.2.0   new: DT_U8, DT_I64, DT_NO_KERNELS
+             names replaced by the usual terms, old -> new: dt_unit* -> dt_bucket* (kept -> shard,
              first -> shard_offset, run -> shard_count, passing -> micro_grad, over -> grad_state),
              dt_units_desc.elsewhere -> .offloaded, .hand_over -> dt_bucket.reduce_each_micro,
              .shard sets the fields of a bucket; dt_box -> dt_local_slice; dt_cut -> dt_shard_spec,
@@ -11663,7 +13133,11 @@ DT__CPP_WARNINGS_ON
              dt_io.open takes a dt_io_mode in place of 0, 1 and DT_IO_NEW. New: dt_io.remove_folder,
              dt_printable, dt_new_transient, dt_record_desc.recompute and .unread_inputs,
              dt_block_desc.keep, dt_embedding_bag, dt_grouped_linear. Under dt_no_grad a block drops
-             what it made
+             what it made. Placements: dt_placement comes from dt_parallel.h; dt_place,
+             dt_placement_of; ops refuse placements that do not fit. dt_check_finite. Call sites:
+             dt_site, dt_ctx_here, dt_tensor_here. DT_U8, DT_I64, DT_NO_KERNELS. A tensor that is
+             used after dt_reset fails; so does dt_grad with an index that the node does not have.
+             dt_max_over and dt_topk order NaN above all numbers
      0.1.0   one rank: tensors, tape, blocks, units, memory account, CPU kernels, JSON, weight files
 
    LICENCE: your choice of A or B.

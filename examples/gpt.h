@@ -734,6 +734,7 @@ static inline gpt_pass gpt_pass_make(gpt *m, gpt_tokens t, gpt_cache *cache) {
         .outside = DT_REPLICATE,
         .cache = cache };
     int64_t B = t.ids->shape.d[0], T = t.ids->shape.d[1];
+    if (!cache) dt_place(t.ids, m->config.cp, DT_SHARD(1));
     if (m->config.sp && dt_comm_size(m->config.tp) > 1 && !cache) r.outside = DT_SHARD(1);
     if (!r.positions) r.positions = gpt_token_positions(m, B, T, 0);
     if (dt_comm_size(m->config.cp) > 1 && (t.documents || t.positions) && !t.context && !cache)
@@ -807,6 +808,8 @@ static inline dt_tensor *gpt_stage_at(
     gpt_pass r = gpt_pass_make(m, t, NULL);
     r.item = gpt_stage_first(m->config, stage);
     r.end = gpt_stage_first(m->config, stage + 1);
+    /* nothing is known about what dt_pipe_run has received */
+    x = dt_place(dt_place(x, m->config.tp, r.outside), m->config.cp, DT_SHARD(1));
     x = gpt_layers_and_norm(r, x);
     if (stage + 1 < gpt_stages(m->config)) return x;
     return dt_vocab_linear_cross_entropy(

@@ -498,6 +498,25 @@ static inline double train_now(dt_ctx *ctx) {
     return dt_ctx_host(ctx)->now(dt_ctx_host(ctx)->user);
 }
 
+/* Fails, because the loss of a step is not finite. First runs the step again and tests every op, so
+   that the rank that makes the first NaN fails and names the op. */
+static inline void train_find_nan(const train_config *c, gpt *model, const dt_mesh *mesh,
+    train_batch *b, int64_t step, double loss) {
+    dt_ctx *ctx = model->ctx;
+    char text[200];
+    snprintf(text, sizeof text, "step %lld: the loss is %s%s", (long long)step,
+        isnan(loss) ? "NaN" : "infinite",
+        step > 1     ? "; a smaller learning rate may help"
+        : c->weights ? " before any update: are all weights of the file finite?"
+                     : " before any update");
+    if (dt_ctx_rank(ctx) == 0)
+        dt_log(ctx, DT_LOG_NOTICE, "%s; it runs again to find the op that makes it", text);
+    dt_clear_grads(ctx);
+    dt_check_finite(ctx, 1);
+    train_forward_backward(model, mesh, b, step);
+    dt_fail(ctx, DT_ERR_NUMERIC, "%s", text); /* if no op has failed */
+}
+
 /* Runs one training step on every rank: reads the batch, runs forward and backward, updates the
    parameters and measures. A step whose gradients overflow is skipped: it changes only the loss
    scale, and row.skipped is 1. The caller repeats a skipped step with the same step number and the
@@ -523,11 +542,7 @@ static inline train_row train_step(const train_config *c, gpt *model, dt_zero *o
     /* the order of this sum does not depend on the layout */
     for (size_t m = 0; m < micros; m++) row.loss += b->losses[m];
     if (dt_error(ctx) == DT_OK && !isfinite(row.loss))
-        dt_fail(ctx, DT_ERR_NUMERIC, "step %lld: the loss is %s%s", (long long)step,
-            isnan(row.loss) ? "NaN" : "infinite",
-            step > 1     ? "; a smaller learning rate may help"
-            : c->weights ? " before any update: are all weights of the file finite?"
-                         : " before any update");
+        train_find_nan(c, model, mesh, b, step, row.loss);
     dt_trace_begin(ctx, "optimizer");
     dt_step_info info = dt_zero_step(optimizer, row.lr);
     if (model->config.experts) train_router_metrics(model, mesh, &row);

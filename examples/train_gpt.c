@@ -245,13 +245,15 @@ static const option table[N_OPTIONS] = {
 #undef ROW
 };
 
-enum { DEFAULT = 0, COMPUTED, GIVEN };
+enum { DEFAULT = 0, COMPUTED, FROM_ENVIRONMENT, GIVEN, GIVEN_IN_FILE };
 typedef struct value {
     const char *text; /* the value as text; NULL: no value */
     /* INT, REAL or SIZE: the number; SWITCH or FLAG: 1 if it is on, 0 if it is off; WORD: the
        word's index in the notation */
     double number;
-    int from;        /* where the value comes from: DEFAULT, COMPUTED or GIVEN (by the user) */
+    /* where the value comes from: DEFAULT, COMPUTED, FROM_ENVIRONMENT (of the launcher), GIVEN on
+       the command line, or GIVEN_IN_FILE of --config. From GIVEN on the user has chosen it */
+    int from;
     char buffer[32]; /* holds the text of a computed number */
 } value;
 
@@ -266,6 +268,7 @@ static struct {
     dt_status launcher_status;
     char summary[512], device_note[160];
     double write_timeout_s; /* seconds after which a write to a stalled reader fails */
+    int is_quiet;           /* --quiet */
     int *failure_printed;   /* 1: the first failure has been printed */
     /* 1: finish the step, save and end, because SIGTERM arrived or standard output is lost */
     int *stop_requested;
@@ -584,7 +587,7 @@ static void set(value *v, int id, const char *text, int from) {
             refuse("--%s %s: the legal values are on|off", o->name, *text ? text : "''");
     }
     if (o->kind == TEXT && !*text) refuse("--%s '': needs %s", o->name, o->arg);
-    if (o->availability == NOT_BUILT && from == GIVEN) {
+    if (o->availability == NOT_BUILT && from >= GIVEN) {
         if (!o->default_text) refuse("--%s is not available in this build", o->name);
         if (o->kind == INT || o->kind == REAL) parse_number(id, &default_value, o->default_text);
         if (o->kind == SWITCH ? v->number != 0
@@ -597,12 +600,14 @@ static void set(value *v, int id, const char *text, int from) {
     v->from = from;
 }
 
-static void compute(value *v, int64_t number) {
+static void set_number(value *v, int64_t number, int from) {
     snprintf(v->buffer, sizeof v->buffer, "%lld", (long long)number);
     v->text = v->buffer;
     v->number = (double)number;
-    v->from = COMPUTED;
+    v->from = from;
 }
+
+static void compute(value *v, int64_t number) { set_number(v, number, COMPUTED); }
 
 /* Returns the id of the option whose name is the first `length` characters of `name`; N_OPTIONS if
    there is no such option. */
@@ -678,7 +683,8 @@ enum {
     BETAS = -5,
     OFFLOAD = -6,
     SCALE = -7,
-    SCHEDULER = -8
+    SCHEDULER = -8,
+    OFFLOAD_FOLDER = -9
 };
 typedef struct deepspeed_key {
     const char *path;
@@ -701,8 +707,10 @@ static const deepspeed_key deepspeed[] = {
     { "zero_optimization.overlap_comm", O_OVERLAP, NULL },
     { "zero_optimization.offload_optimizer", BLOCK, NULL },
     { "zero_optimization.offload_optimizer.device", OFFLOAD, NULL },
+    { "zero_optimization.offload_optimizer.nvme_path", OFFLOAD_FOLDER, NULL },
     { "zero_optimization.offload_param", BLOCK, NULL },
     { "zero_optimization.offload_param.device", OFFLOAD, NULL },
+    { "zero_optimization.offload_param.nvme_path", OFFLOAD_FOLDER, NULL },
     { "optimizer", BLOCK, NULL },
     { "optimizer.type", OPTIMIZER, NULL },
     { "optimizer.params", BLOCK, NULL },
@@ -759,8 +767,6 @@ static const deepspeed_key deepspeed[] = {
     IGNORED_KEY("zero_optimization.stage3_prefetch_bucket_size"),
     IGNORED_KEY("zero_optimization.stage3_param_persistence_threshold"),
     IGNORED_KEY("zero_optimization.stage3_gather_16bit_weights_on_model_save"),
-    IGNORED_KEY("zero_optimization.offload_optimizer.nvme_path"),
-    IGNORED_KEY("zero_optimization.offload_param.nvme_path"),
     IGNORED_KEY("zero_optimization.offload_optimizer.pin_memory"),
     IGNORED_KEY("zero_optimization.offload_param.pin_memory"),
     IGNORED_KEY("zero_optimization.offload_optimizer.buffer_count"),
@@ -786,7 +792,25 @@ static void configure(value *v, int id, const char *text) {
     config.given[id] = 1;
     config.values[id] = strdup(text);
     if (!config.values[id]) refuse("out of memory");
-    set(&v[id], id, config.values[id], GIVEN);
+    set(&v[id], id, config.values[id], GIVEN_IN_FILE);
+}
+
+/* Writes the shortest text that is read back as x: 3e-4 stays 0.0003. */
+static void number_text(char *text, size_t bytes, double x) {
+    for (int digits = 15; digits <= 17; digits++) {
+        snprintf(text, bytes, "%.*g", digits, x);
+        if (strtod(text, NULL) == x) return;
+    }
+}
+
+/* Returns the text of a JSON string, or NULL if the value is no string. */
+static const char *config_string_or_null(int node) {
+    size_t length = 0;
+    const char *text = dt_json_string(config.json, node, &length);
+    if (text && strlen(text) != length) refuse("a NUL in a text");
+    if (length > CONFIG_TEXT)
+        refuse("a text of %zu bytes; at most %d are allowed", length, CONFIG_TEXT);
+    return text;
 }
 
 /* Returns a JSON value as the text that a user would write on the command line; NULL for an array,
@@ -795,16 +819,12 @@ static const char *config_text(int node, char *buffer, size_t bytes) {
     double x;
     int64_t integer;
     int yes;
-    size_t length = 0;
-    const char *text = dt_json_string(config.json, node, &length);
-    if (text && strlen(text) != length) refuse("a NUL in a text");
-    if (length > CONFIG_TEXT)
-        refuse("a text of %zu bytes; at most %d are allowed", length, CONFIG_TEXT);
+    const char *text = config_string_or_null(node);
     if (text) return text;
     if (dt_json_int(config.json, node, &integer))
         snprintf(buffer, bytes, "%lld", (long long)integer);
     else if (dt_json_number(config.json, node, &x))
-        snprintf(buffer, bytes, "%.17g", x);
+        number_text(buffer, bytes, x);
     else if (dt_json_bool(config.json, node, &yes))
         return yes ? "on" : "off";
     else
@@ -829,8 +849,9 @@ static void configure_as_is(value *v, int id, int node) {
 }
 
 static const char *config_string(int node) {
-    if (dt_json_kind_of(config.json, node) != DT_JSON_STRING) refuse("a text is needed");
-    return config_text(node, NULL, 0);
+    const char *text = config_string_or_null(node);
+    if (!text) refuse("a text is needed");
+    return text;
 }
 
 /* Looks up a JSON string in `words` and returns the element of `values` with the same index.
@@ -926,6 +947,13 @@ static const char *config_enter(int node, const char *prefix) {
     return key;
 }
 
+/* Returns 1 if nvme_path of this object, an offload_optimizer or offload_param, is used. */
+static int offloads_to_folder(int object) {
+    const char *device =
+        dt_json_string(config.json, dt_json_find(config.json, object, "device"), NULL);
+    return device && strcmp(device, "nvme") == 0;
+}
+
 /* Sets the options given by the members of a JSON object. `prefix` is the path of the object and a
    dot; it is "" for the file's outermost object. */
 static void configure_block(value *v, int object, const char *prefix) {
@@ -946,7 +974,8 @@ static void configure_block(value *v, int object, const char *prefix) {
             configure_as_is(v, id, node);
         else if (at == N_DEEPSPEED_KEYS)
             refuse_key(path);
-        else if (deepspeed[at].to == IGNORED)
+        else if (deepspeed[at].to == IGNORED ||
+                 (deepspeed[at].to == OFFLOAD_FOLDER && !offloads_to_folder(object)))
             snprintf(strchr(config.ignored, 0), sizeof config.ignored - strlen(config.ignored),
                 " %s", path);
         else if (deepspeed[at].to == BLOCK) {
@@ -957,7 +986,7 @@ static void configure_block(value *v, int object, const char *prefix) {
             if (yes) configure(v, deepspeed[at].to, deepspeed[at].on);
         } else if (deepspeed[at].to >= 0)
             configure_as_is(v, deepspeed[at].to, node);
-        else
+        else if (deepspeed[at].to != OFFLOAD_FOLDER) /* configure_deepspeed reads it with device */
             configure_deepspeed(v, deepspeed[at].to, node, object);
     }
     config.node = -1;
@@ -1127,6 +1156,19 @@ static void print_refused(void) {
     };
     static const char *const rest[] = {
         "  given sizes equal those of --model           seq may be smaller",
+        "  --model without --experts                    no file format here has these experts",
+        "  text of --data needs vocab >= 256            a --model with less needs shards of its "
+        "own "
+        "tokens",
+        "  --optimizer onebit-adam: zero 0, reduce fixed, offload-optim none; only it has "
+        "freeze-steps",
+        "  offload-params needs zero 3                  with less every rank holds all values",
+        "  offload-optim, offload-params: one folder    unless one of them is cpu or none",
+        "  shard-group needs zero 1 to 3                with zero 0 nothing is sharded",
+        "  --device cuda: no dtype f64, not procs       GPU kernels compute in f32; a fork has no "
+        "GPU",
+        "  --resume: the options of the saved run       but steps may grow, and the layout may "
+        "change",
         "  stop-at <= steps",
         "  save-every, keep, max-restarts need save     the folder holds no checkpoints of another "
         "run",
@@ -1188,9 +1230,11 @@ static void resolve_recompute(const char *text, gpt_config *c) {
 }
 
 /* A log callback that prints all messages except errors. The code that uses this callback prints
-   the first failure itself, after the run or after the check of a file. */
+   the first failure itself, after the run or after the check of a file. With --quiet it does not
+   report stragglers, which only cost time; other notices say that something was lost or skipped. */
 static void log_without_errors(void *user, int level, int rank, const char *text) {
     (void)user;
+    if (launched.is_quiet && strstr(text, "is a straggler")) return;
     if (level != DT_LOG_ERROR) dt_host_default()->log(dt_host_default()->user, level, rank, text);
 }
 
@@ -1224,17 +1268,17 @@ static const char *error_without_rank(dt_ctx *ctx) {
 /* Sets an option to a size that the file of --model contains. Refuses the run if the user has given
    a different size. */
 static void size_from_file(value *v, int id, int64_t size) {
-    if (v[id].from == GIVEN && long_of(v, id) != size)
+    if (v[id].from >= GIVEN && long_of(v, id) != size)
         refuse("--%s %s: the model in %s has %lld; leave --%s out", table[id].name, v[id].text,
             v[O_MODEL].text, (long long)size, table[id].name);
-    if (v[id].from != GIVEN) compute(&v[id], size);
+    if (v[id].from < GIVEN) compute(&v[id], size);
 }
 
 static void word_from_file(value *v, int id, const char *word) {
-    if (v[id].from == GIVEN && strcmp(v[id].text, word) != 0)
+    if (v[id].from >= GIVEN && strcmp(v[id].text, word) != 0)
         refuse("--%s %s: the model in %s has %s; leave --%s out", table[id].name, v[id].text,
             v[O_MODEL].text, word, table[id].name);
-    if (v[id].from != GIVEN) set(&v[id], id, word, COMPUTED);
+    if (v[id].from < GIVEN) set(&v[id], id, word, COMPUTED);
 }
 
 /* Returns the model's configuration from the file of --model, and sets the options of the model to
@@ -1250,7 +1294,7 @@ static gpt_config model_of_file(value *v) {
     for (int i = 0; i < 6; i++) size_from_file(v, ids[i], sizes[i]);
     word_from_file(v, O_ARCH, c.arch == GPT_LLAMA ? "llama" : "gpt2");
     word_from_file(v, O_TIE, c.tied ? "on" : "off");
-    if (v[O_SEQ].from != GIVEN) compute(&v[O_SEQ], c.seq < 1024 ? c.seq : 1024);
+    if (v[O_SEQ].from < GIVEN) compute(&v[O_SEQ], c.seq < 1024 ? c.seq : 1024);
     if (int_of(v, O_SEQ) > c.seq)
         refuse("--seq %s: the model in %s has %d positions; use --seq %d or less", v[O_SEQ].text,
             v[O_MODEL].text, c.seq, c.seq);
@@ -1304,7 +1348,7 @@ static void resolve_experts(value *v, gpt_config *c) {
     c->capacity = number_or_word(v, O_CAPACITY, "dropless", 1e9, 0);
     if (c->experts == 0) return;
     if (v[O_MODEL].text) refuse("--model with --experts is not available in this build");
-    if (c->experts < int_of(v, O_TOP_K) && v[O_TOP_K].from == GIVEN)
+    if (c->experts < int_of(v, O_TOP_K) && v[O_TOP_K].from >= GIVEN)
         refuse("--top-k %d of --experts %d; use --top-k %d", int_of(v, O_TOP_K), c->experts,
             c->experts);
     if (c->experts < int_of(v, O_TOP_K)) compute(&v[O_TOP_K], c->experts);
@@ -1337,7 +1381,7 @@ static int is_tcp(const value *v) { return strcmp(v[O_BACKEND].text, "tcp") == 0
 /* Checks --device. If --device is cuda and there is no GPU, refuses --backend nccl; with other
    backends prints a note and sets --device to cpu. */
 static void resolve_device(value *v) {
-    if (is_nccl(v) && v[O_DEVICE].from != GIVEN) set(&v[O_DEVICE], O_DEVICE, "cuda", COMPUTED);
+    if (is_nccl(v) && v[O_DEVICE].from < GIVEN) set(&v[O_DEVICE], O_DEVICE, "cuda", COMPUTED);
     if (is_nccl(v) && !is_cuda(v)) refuse("--backend nccl needs --device cuda");
     if (is_cuda(v) && strcmp(v[O_BACKEND].text, "procs") == 0)
         refuse("--device cuda --backend procs: a forked process cannot use its parent's GPU "
@@ -1352,7 +1396,7 @@ static void resolve_device(value *v) {
     if (!is_cuda(v) || dt_cuda_ready(why, sizeof launched.device_note) == DT_OK) return;
     if (is_nccl(v))
         refuse("--backend nccl%s: no CUDA device (%s)",
-            v[O_BACKEND].from == GIVEN ? "" : ", which ranks of a launcher use on GPUs", why);
+            v[O_BACKEND].from >= GIVEN ? "" : ", which ranks of a launcher use on GPUs", why);
     print_error("no CUDA device (%s): running on the CPU\n", why);
     *why = 0;
     set(&v[O_DEVICE], O_DEVICE, "cpu", COMPUTED);
@@ -1371,14 +1415,14 @@ static void find_launch(value *v) {
     const dt_launch *launcher = &launched.launcher;
     const char *backend = "tcp";
     launched.launcher_status = dt_launch_find(&launched.launcher);
-    if (v[O_BACKEND].from == GIVEN || v[O_RANK].text || v[O_RENDEZVOUS].text) return;
+    if (v[O_BACKEND].from >= GIVEN || v[O_RANK].text || v[O_RENDEZVOUS].text) return;
     if (launched.launcher_status) refuse("%s", launcher->text);
 #ifdef DT_USE_MPI
     if (strcmp(launcher->launcher, "Open MPI") == 0 || strcmp(launcher->launcher, "PMI") == 0)
         backend = "mpi";
 #endif
     if (is_cuda(v) && dt_backend_is_built(DT_BACKEND_NCCL)) backend = "nccl";
-    if (launcher->size > 1) set(&v[O_BACKEND], O_BACKEND, backend, COMPUTED);
+    if (launcher->size > 1) set(&v[O_BACKEND], O_BACKEND, backend, FROM_ENVIRONMENT);
 }
 
 /* Checks the file of --token-file and passes its path to dt_run, in DT_TOKEN_FILE. The job's secret
@@ -1417,8 +1461,9 @@ static void resolve_tcp(value *v) {
     if (told && v[O_RANKS].text && int_of(v, O_RANKS) != launcher->size)
         refuse("--ranks %s: %s started %d processes; leave --ranks out", v[O_RANKS].text,
             launcher->launcher, launcher->size);
-    if (launcher->launcher[0] && !v[O_RANKS].text) compute(&v[O_RANKS], launcher->size);
-    if (told) compute(&v[O_RANK], launcher->rank);
+    if (launcher->launcher[0] && !v[O_RANKS].text)
+        set_number(&v[O_RANKS], launcher->size, FROM_ENVIRONMENT);
+    if (told) set_number(&v[O_RANK], launcher->rank, FROM_ENVIRONMENT);
     const char *backend = v[O_BACKEND].text;
     if (!v[O_RANKS].text)
         refuse("--backend %s needs --ranks N, or a launcher that sets it: %s", backend,
@@ -1438,7 +1483,7 @@ static void resolve_tcp(value *v) {
                "--rendezvous HOST:PORT, or set DT_RENDEZVOUS",
             launcher->launcher);
     if (!given && launcher->rendezvous[0])
-        set(&v[O_RENDEZVOUS], O_RENDEZVOUS, launcher->rendezvous, COMPUTED);
+        set(&v[O_RENDEZVOUS], O_RENDEZVOUS, launcher->rendezvous, FROM_ENVIRONMENT);
     if (told)
         snprintf(launched.summary, sizeof launched.summary, "%s%s%s", launcher->text,
             given ? "; instead --rendezvous " : "", given ? given : "");
@@ -1509,13 +1554,13 @@ static dt_mesh_desc resolve_mesh(value *v) {
 static void resolve_batch(value *v, int replicas, int pp) {
     int64_t B = long_of(v, O_BATCH), b = long_of(v, O_MICRO_BATCH), a = long_of(v, O_ACCUM),
             R = replicas;
-    const char *is_default = v[O_BATCH].from == GIVEN ? "" : " (its default)";
-    if (b && a && v[O_BATCH].from == GIVEN && B != b * a * R)
+    const char *is_default = v[O_BATCH].from >= GIVEN ? "" : " (its default)";
+    if (b && a && v[O_BATCH].from >= GIVEN && B != b * a * R)
         refuse("--batch %lld is not --micro-batch %lld x --accum %lld x %lld replicas; use --batch "
                "%lld, or leave one "
                "of the three out",
             (long long)B, (long long)b, (long long)a, (long long)R, (long long)(b * a * R));
-    if (b && a && v[O_BATCH].from != GIVEN) compute(&v[O_BATCH], B = b * a * R);
+    if (b && a && v[O_BATCH].from < GIVEN) compute(&v[O_BATCH], B = b * a * R);
     if (B > table[O_BATCH].hi)
         refuse(
             "a batch of %lld sequences; at most %.0f are allowed", (long long)B, table[O_BATCH].hi);
@@ -1862,6 +1907,10 @@ static void check_tokens(const value *v, int id, train_files *files, int64_t mos
     dt_free(ctx, DT_MEM_HOST, ids, 2 * sizeof *ids * (size_t)T);
     if (dt_error(ctx) != DT_OK) refuse("--%s: %s", table[id].name, error_without_rank(ctx));
     dt_ctx_free(ctx);
+    if (largest >= int_of(v, O_VOCAB) && v[O_MODEL].text)
+        refuse("--%s %s holds token %d, but the model in %s has a vocabulary of %d: the data must "
+               "be tokens of this model",
+            table[id].name, v[id].text, largest, v[O_MODEL].text, int_of(v, O_VOCAB));
     if (largest >= int_of(v, O_VOCAB))
         refuse("--%s %s holds token %d, but --vocab is %d; use --vocab %d", table[id].name,
             v[id].text, largest, int_of(v, O_VOCAB), largest + 1);
@@ -1893,6 +1942,10 @@ static void find_text(const value *v, int id, train_files *files, int64_t most) 
     files->tokens = files->bytes;
     if (files->shards) check_tokens(v, id, files, most);
     const char *unit = files->shards ? "tokens" : "bytes";
+    if (!files->shards && int_of(v, O_VOCAB) < 256 && v[O_MODEL].text)
+        refuse("--%s %s is text, whose bytes are tokens 0 to 255, but the model in %s has a "
+               "vocabulary of %d; use llm.c shards of this model's tokens",
+            name, path, v[O_MODEL].text, int_of(v, O_VOCAB));
     if (!files->shards && int_of(v, O_VOCAB) < 256)
         refuse("--vocab %d: the data is bytes 0 to 255; use --vocab 256", int_of(v, O_VOCAB));
     if (files->tokens < 2)
@@ -2091,7 +2144,7 @@ static void print_stages(const train_config *c) {
 }
 
 static void print_settings(const value *v, const train_config *c) {
-    static const char *const sources[] = { "", "=", "*" };
+    static const char *const sources[] = { "", "=", "$", "*", "+" };
     const gpt_config *m = &c->model;
     int column = 0;
     line out = { .fd = 1 };
@@ -2122,7 +2175,8 @@ static void print_settings(const value *v, const train_config *c) {
         v[O_DATA].text ? v[O_DATA].text : "the project's own sources", c->data.count,
         c->data.count == 1 ? "" : "s", (long long)c->data.tokens,
         c->data.shards ? "tokens" : "bytes", (long long)((c->data.tokens - 1) / c->seq));
-    line_printf(&out, "options * given, = computed, others default\n");
+    line_printf(&out, "options * given, + by --config, $ by the environment, = computed, others "
+                      "default\n");
     for (int i = 0; i < N_OPTIONS; i++) {
         const option *o = &table[i];
         if (!is_option(i) || o->availability == NOT_BUILT || o->kind == FLAG || !v[i].text)
@@ -2672,7 +2726,7 @@ static int run(job *j) {
        failed rank, because rank 0 may have ended, and every rank that a user started with --rank,
        because each of these ranks may have its own terminal. */
     if (status != DT_OK) {
-        int by_hand = j->v[O_RANK].from == GIVEN;
+        int by_hand = j->v[O_RANK].from >= GIVEN;
         int prints = prints_messages() ||
                      (is_tcp(j->v) && (by_hand || report.rank < 0 || report.rank == launched.rank));
         let_rank_0_print_first();
@@ -2725,13 +2779,17 @@ static void print_map(const train_config *c, int ranks) {
 }
 
 static void on_dry_step(dt_ctx *ctx, const train_row *row, void *user) {
+    train_row before = *(train_row *)user;
     (void)ctx;
     *(train_row *)user = *row;
+    for (int m = 0; m < TRAIN_MEMS; m++)
+        ((train_row *)user)->mem[m] = fmax(row->mem[m], before.mem[m]);
 }
 
 /* The results of a dry run. */
 typedef struct dry_figures {
-    train_row row;             /* each value is the largest of all ranks' values */
+    /* each value is the largest of all ranks' values, bytes of memory also of both steps */
+    train_row row;
     train_footprint footprint; /* the memory of rank number `rank` */
     int rank;     /* the rank that failed; if none failed, the rank with the largest memory peak */
     double flops; /* FLOPs per step of the rank that computes the most */
@@ -2742,16 +2800,18 @@ static void no_log(void *user, int level, int rank, const char *text) {
     (void)user, (void)level, (void)rank, (void)text;
 }
 
-/* Returns the results of a dry run with the settings c. The dry run has two steps, because memory
-   reaches its full size after the first step. Each rank is a thread. `limit` is the memory limit of
+/* Returns the results of a dry run with the settings c. The dry run has two steps, because the second
+   step allocates all that later steps need. Writes the footprints of all ranks to `all`, unless it
+   is NULL. Each rank is a thread. `limit` is the memory limit of
    a rank in bytes; 0 means no limit. */
-static dry_figures run_dry(const job *j, train_config c, double limit) {
+static dry_figures run_dry(const job *j, train_config c, double limit, train_footprint *all) {
     enum { STEPS = 2 };
     int ranks = int_of(j->v, O_RANKS);
     dry_figures f = { .rank = 0 };
     dt_dry *counts = (dt_dry *)calloc((size_t)ranks, sizeof *counts);
     train_footprint *footprint = (train_footprint *)calloc((size_t)ranks, sizeof *footprint);
     if (!counts || !footprint) refuse("a dry run: out of memory");
+    for (int r = 0; r < ranks; r++) counts[r].forked = strcmp(j->v[O_BACKEND].text, "procs") == 0;
     c.dry = counts;
     c.footprint = footprint;
     c.weights = c.trace = c.save = c.resume = c.export_to = NULL;
@@ -2776,6 +2836,7 @@ static dry_figures run_dry(const job *j, train_config c, double limit) {
     }
     if (f.report.status != DT_OK && f.report.rank >= 0) f.rank = f.report.rank;
     f.footprint = footprint[f.rank];
+    if (all) memcpy(all, footprint, (size_t)ranks * sizeof *all);
     free(counts);
     free(footprint);
     return f;
@@ -2820,11 +2881,11 @@ static int dry_run(job *j) {
     static const char *const axes[DT_AXES] = { "dp", "tp", "cp", "pp", "ep" };
     static const char *const classes[TRAIN_MEMS] = { "params", "grads", "optim", "acts", "comm",
         "all at once" };
-    if ((launched.size || is_tcp(j->v)) && j->v[O_BACKEND].from == COMPUTED)
+    if ((launched.size || is_tcp(j->v)) && j->v[O_BACKEND].from < GIVEN)
         refuse("--dry-run needs only one process: start it without %s", launched.launcher.launcher);
     if (launched.size || is_tcp(j->v))
         refuse("--dry-run needs only one process: leave --backend %s out", j->v[O_BACKEND].text);
-    dry_figures f = run_dry(j, j->config, 0);
+    dry_figures f = run_dry(j, j->config, 0, NULL);
     line out = { .fd = 1 };
     if (f.report.status != DT_OK) {
         print_error("error: %s\n", f.report.text);
@@ -2876,7 +2937,7 @@ static void setting_text(const job *j, const train_config *c, char *text, size_t
    not count settings whose dry run fails, because this build cannot run them. */
 static void try_setting(advice *a, train_config c) {
     char text[256];
-    dry_figures f = run_dry(a->j, c, 0);
+    dry_figures f = run_dry(a->j, c, 0, NULL);
     double peak = (double)f.footprint.memory.peak_total;
     if (f.report.status != DT_OK) return;
     a->tried++;
@@ -2921,14 +2982,14 @@ static void try_settings(advice *a) {
 static void check_mem_limit(const job *j) {
     const char *text = j->v[O_MEM_LIMIT].text;
     advice a = { .j = j, .limit = j->v[O_MEM_LIMIT].number, .stage = j->config.zero.stage };
-    dry_figures f = run_dry(j, j->config, a.limit);
+    dry_figures f = run_dry(j, j->config, a.limit, NULL);
     /* the run fits into the limit, or fails for another reason, which the run will report later */
     if (f.report.status != DT_ERR_MEM) return;
     if (!prints_messages()) refuse("--mem-limit %s: %s", text, f.report.text);
     print_error("error: --mem-limit %s: %s\n", text, f.report.text);
     print_error("bytes of rank %d at that time\n", f.rank);
     print_memory(2, &f.footprint);
-    f = run_dry(j, j->config, 0);
+    f = run_dry(j, j->config, 0, NULL);
     print_error(
         "These settings need %zu bytes per rank. With the options of one of these lines they "
         "would fit:\n",
@@ -2994,6 +3055,7 @@ int main(int argc, char **argv) {
     parse(v, argc, argv);
     /* half of --timeout, so that rank 0 fails before the ranks that wait for rank 0 time out */
     launched.write_timeout_s = v[O_TIMEOUT].number / 2;
+    launched.is_quiet = v[O_QUIET].number != 0;
     if (v[O_HELP].number) print_help();
     if (v[O_LIST_REFUSED].number) print_refused();
     if (v[O_HELP].number || v[O_LIST_REFUSED].number) return exit_status(NULL, 0);

@@ -5,7 +5,8 @@
 #   tests/run.sh programs    only the tests of the sanitizer targets: the test programs, and test_sanitized.sh full
 #   tests/run.sh NAME...     only these tests, for example test_zero test_headers.sh mutants
 #
-# DEPS=no installs nothing. B is the folder of the programs (build). LIMIT is the longest one test may take, in seconds.
+# DEPS=no installs nothing. B is the folder of the programs (build). LIMIT is the longest one test may take on an idle
+# machine, in seconds. VENV is the virtual environment of the Python packages (PYTHON=... names a python that has them).
 #
 # A test is a program tests/*/test_*.c or .cc, a script tests/*/test_*.sh, or tests/mutants/run.sh. It prints a line that
 # begins with FAIL or SKIP for each check that failed or could not run, and last "name: N passed, N failed, N skipped".
@@ -21,7 +22,8 @@ unset MAKELEVEL
 
 # command or library : packages that provide it
 needs="gcc:gcc g++:g++ clang:clang clang-format:clang-format patch:patch aarch64-linux-gnu-gcc:gcc-aarch64-linux-gnu,libc6-dev-arm64-cross
-       qemu-aarch64:qemu-user libopenblas.so.0:libopenblas0 mpicc:libopenmpi-dev,openmpi-bin slurmctld:slurm-wlm
+       qemu-aarch64:qemu-user libopenblas.so.0:libopenblas0 mpicc.openmpi:libopenmpi-dev,openmpi-bin mpicc.mpich:libmpich-dev,mpich
+       slurmctld:slurm-wlm
        mkfs.ext4:e2fsprogs mkfs.xfs:xfsprogs mkfs.btrfs:btrfs-progs"
 
 install_needs() {
@@ -46,6 +48,28 @@ install_needs() {
     rm -f "$log"
 }
 
+VENV=${VENV:-${XDG_CACHE_HOME:-$HOME/.cache}/dt-tests/venv} python=0
+
+start_python() { # installs the Python packages in the background, in at most 10 minutes
+    [ "$DEPS" != no ] && [ -z "$PYTHON" ] || return
+    timeout -k 5 600 bash tests/support/venv.sh "$VENV" >"$R/venv.log" 2>&1 </dev/null &
+    python=$!
+}
+
+end_python() { # sets PYTHON, and torchrun for test_launch.sh, or NO_TORCH, the reason why not
+    local status
+    [ $python != 0 ] || return
+    wait $python
+    status=$?
+    python=0
+    if [ $status = 0 ]; then
+        export PYTHON=$VENV/bin/python DT_TORCHRUN="${DT_TORCHRUN:-$VENV/bin/python -m torch.distributed.run}"
+    else
+        export NO_TORCH="installing PyTorch: $(tail -n 1 "$R/venv.log" | tr -d '\r' | cut -c1-200) (status $status)"
+        echo "deps: $NO_TORCH"
+    fi
+}
+
 # ---- one test -----------------------------------------------------------------------------------------------------
 
 fail() { # fail NAME WHY [LOG]
@@ -65,7 +89,8 @@ start() { # start NAME COMMAND...: leaves $R/NAME.log and $R/NAME.end, its statu
     local name=$1 begin=$SECONDS limit=$LIMIT
     shift
     [ $name != sanitized ] || limit=3600
-    timeout -k 5 "$limit" $launcher "$@" >"$R/$name.log" 2>&1 </dev/null
+    . tests/support/slow.sh
+    timeout -k 5 $((limit * SLOW)) $launcher "$@" >"$R/$name.log" 2>&1 </dev/null
     echo "$? $((SECONDS - begin))" >"$R/$name.end"
 }
 
@@ -92,11 +117,16 @@ judge() { # judge NAME: counts the checks in the log that start wrote
 
 run_one() { start "$@"; judge "$1"; }
 
-# Each of these tests keeps one processor busy, measures no time, and has no ranks that wait much: as many run at a time
-# as there are processors, the longest first. All other tests run alone: with many ranks that wait for each other, two
-# tests at the same time take longer than one after another.
+# Each of these tests keeps one processor busy, and has no ranks that wait much: as many run at a time as there are
+# processors, the longest first. The last two need PyTorch, which is installed meanwhile.
 together="test_cuda_attention_races test_cuda_races test_cuda_attention test_cuda test_cli.sh test_kernels test_tensor test_account test_gpt \
-          test_seeds test_ops test_layers test_files test_cuda_shim test_schedule test_onebit test_fuzz"
+          test_seeds test_ops test_layers test_files test_cuda_shim test_schedule test_onebit test_fuzz test_launch.sh test_hf.sh"
+# These mostly wait: for timeouts, networks, disks and launchers. One after another, they run beside compilers and the
+# tests above.
+waiting="test_faults test_network.sh test_overlap test_rendezvous test_restart.sh test_pipe \
+         test_checkpoint_kills test_cli_io.sh test_config.sh test_bench.sh test_power.sh test_attack"
+# All other tests run alone: with many ranks that wait for each other, two tests at the same time take longer than one
+# after another.
 
 command_of() { # command_of NAME: sets command
     case $1 in
@@ -112,19 +142,43 @@ buildable() { # buildable NAME: 0 for a script, and for a program that make can 
     $MAKE -s "$B/$1" >"$R/build.log" 2>&1 || { fail "$1" "does not build" "$R/build.log"; false; }
 }
 
+of() { # of LIST NAME...: sets chosen, the names of LIST that are wanted
+    local name
+    chosen=()
+    for name in $1; do [[ " ${*:2} " != *" $name "* ]] || chosen+=("$name"); done
+}
+
+compile() { # compile NAME...: the programs among them; failures are reported later
+    local name files=()
+    for name; do case $name in *.sh | mutants | sanitized) ;; *) files+=("$B/$name") ;; esac; done
+    [ ${#files[@]} = 0 ] || $MAKE -s -k -j"$CPUS" "${files[@]}" >/dev/null 2>&1
+}
+
 run_all() { # run_all NAME...
-    local name command beside=()
-    for name in $together; do
-        [[ " $* " == *" $name "* ]] && buildable "$name" || continue
+    local name command lane beside
+    of "$waiting" "$@"
+    beside=()
+    compile "${programs_of_scripts[@]}" "${chosen[@]}"
+    for name in "${chosen[@]}"; do ! buildable "$name" || beside+=("$name"); done
+    for name in "${beside[@]}"; do
         command_of "$name"
-        while [ "$(jobs -rp | wc -l)" -ge "$CPUS" ]; do wait -n; done
+        start "$name" $command
+    done &
+    lane=$!
+    compile "$@"
+    of "$together" "$@"
+    for name in "${chosen[@]}"; do
+        buildable "$name" || continue
+        command_of "$name"
+        [ "$name" != test_launch.sh ] && [ "$name" != test_hf.sh ] || end_python
+        while [ "$(jobs -rp | wc -l)" -gt "$CPUS" ]; do wait -n; done
         start "$name" $command &
         beside+=("$name")
     done
     wait
     for name in "${beside[@]}"; do judge "$name"; done
     for name; do
-        [[ " $together " == *" $name "* ]] && continue
+        [[ " $together $waiting " == *" $name "* ]] && continue
         buildable "$name" || continue
         command_of "$name"
         run_one "$name" $command
@@ -152,11 +206,10 @@ elif [ $# -gt 0 ]; then
 else
     install_needs
 fi
-also=()
-# the programs that the scripts need
+programs_of_scripts=()
 [ ${#scripts[@]} = 0 ] || [ "${scripts[*]}" = sanitized ] ||
-    also=("$B/demo" "$B/train_gpt" "$B/power" "$B"/bench_{gemm,attention,train,comm,layouts})
-[ ${#programs[@]} = 0 ] || $MAKE -s -k -j"$CPUS" "${also[@]}" "${programs[@]/#/$B/}" >/dev/null 2>&1   # failures: below
+    programs_of_scripts=(demo train_gpt power net_rank bench_{gemm,attention,train,comm,layouts})
+case " ${scripts[*]} " in *" test_hf.sh "* | *" test_launch.sh "*) start_python ;; esac
 
 run_all "${programs[@]}" "${scripts[@]}"
 

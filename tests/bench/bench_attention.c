@@ -63,44 +63,17 @@ static int attention_make(attention *a, int64_t T) {
     return 0;
 }
 
+/* What the arguments of forward and backward have in common. */
+#define CALL(a, naive) \
+    .dtype = DT_F32, .lse = (a)->lse, .q = (a)->q, .k = (a)->k, .v = (a)->v, .batch = 1, \
+    .tq = (a)->T, .tk = (a)->T, .heads = HEADS, .kv_heads = HEADS, .dim = DIM, .scale = 0.125, \
+    .mask = { .causal = 1 }, .work = (naive) ? NULL : (a)->work, .work_bytes = (a)->work_bytes
+
 /* One call of dt's forward or backward; naive attention if `naive` is 1. */
 static dt_status attention_dt(const attention *a, int backward, int naive) {
-    dt_attention_args forward = { .dtype = DT_F32,
-        .out = a->out,
-        .lse = a->lse,
-        .q = a->q,
-        .k = a->k,
-        .v = a->v,
-        .batch = 1,
-        .tq = a->T,
-        .tk = a->T,
-        .heads = HEADS,
-        .kv_heads = HEADS,
-        .dim = DIM,
-        .scale = 0.125,
-        .mask = { .causal = 1 },
-        .work = naive ? NULL : a->work,
-        .work_bytes = a->work_bytes };
-    dt_attention_back_args back = { .dtype = DT_F32,
-        .dq = a->dq,
-        .dk = a->dk,
-        .dv = a->dv,
-        .dout = a->dout,
-        .out = a->out,
-        .lse = a->lse,
-        .q = a->q,
-        .k = a->k,
-        .v = a->v,
-        .batch = 1,
-        .tq = a->T,
-        .tk = a->T,
-        .heads = HEADS,
-        .kv_heads = HEADS,
-        .dim = DIM,
-        .scale = 0.125,
-        .mask = { .causal = 1 },
-        .work = naive ? NULL : a->work,
-        .work_bytes = a->work_bytes };
+    dt_attention_args forward = { CALL(a, naive), .out = a->out };
+    dt_attention_back_args back = { CALL(a, naive), .out = a->out, .dq = a->dq, .dk = a->dk,
+        .dv = a->dv, .dout = a->dout };
     return backward ? dt_kernels_cpu()->attention_back(&back, NULL)
                     : dt_kernels_cpu()->attention(&forward, NULL);
 }
@@ -149,7 +122,8 @@ static void torch_end(torch *p) {
     p->pid = 0;
 }
 
-static torch torch_start(const char *python) {
+/* The peer ends by itself after limit_s, so that one that hangs does not stop the benchmark. */
+static torch torch_start(const char *python, double limit_s) {
     torch p = { .name = "none" };
     int to[2], from[2];
     char version[64] = "";
@@ -161,6 +135,7 @@ static torch torch_start(const char *python) {
         dup2(from[1], 1);
         close(to[1]);
         close(from[0]);
+        alarm((unsigned)limit_s);
         if (freopen("/dev/null", "w", stderr))
             execlp(python, python, "tests/bench/peers/torch_attention.py", (char *)NULL);
         _exit(127);
@@ -245,7 +220,7 @@ int main(int argc, char **argv) {
     int failed = differs();
     bench_print_machine();
     signal(SIGPIPE, SIG_IGN);
-    torch peer = torch_start(s.python);
+    torch peer = torch_start(s.python, 120 + 10 * CASES * s.seconds);
     printf("t,direction,dt_gflops,peer,peer_gflops,ratio\n");
     for (int i = 0; i < (s.quick ? 1 : CASES) && !failed; i++) {
         attention a;

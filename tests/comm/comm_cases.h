@@ -29,7 +29,8 @@ static int reach_of(const dt_comm *comm) {
     return !comm->group->members ? REACH_NONE : shared->separate_memory ? REACH_RANGE : REACH_ALL;
 }
 
-static const dt_dtype types[] = { DT_F32, DT_F64, DT_I32, DT_BF16, DT_F16 };
+static const dt_dtype types[] = { DT_F32, DT_F64, DT_I32, DT_BF16, DT_F16, DT_U8, DT_I64 };
+enum { TYPES = sizeof types / sizeof *types, ALL_TYPES = (1 << TYPES) - 1, BYTES = 1 << 5 };
 static const dt_op redops[] = { DT_SUM, DT_AVG, DT_MAX, DT_MIN, DT_PROD };
 enum {
     ALL_REDUCE,
@@ -60,7 +61,7 @@ typedef struct cases {
     size_t counts[9];
     int n_counts;
     /* in: rank r's send data, for sums and for DT_PROD; sum: the expected reductions */
-    unsigned char *in[5][2][MAX_RANKS], *sum[5][5];
+    unsigned char *in[TYPES][2][MAX_RANKS], *sum[TYPES][5];
     uint64_t hash[MAX_RANKS];
 } cases;
 
@@ -71,7 +72,7 @@ static size_t count_of(size_t count, dt_dtype dtype) {
 /* ---- data ---- */
 
 static void cases_free(cases *s) {
-    for (int t = 0; t < 5; t++) {
+    for (int t = 0; t < TYPES; t++) {
         for (int r = 0; r < s->n; r++) free(s->in[t][0][r]), free(s->in[t][1][r]);
         for (int o = 0; o < 5; o++) free(s->sum[t][o]);
     }
@@ -79,12 +80,11 @@ static void cases_free(cases *s) {
 }
 
 static void sums_make(unsigned char *into, int n, size_t first, size_t count, int t, int o) {
-    for (size_t i = 0; i < count; i++)
-        put(into, types[t], i, naive(n, first + i, types[t], redops[o]));
+    for (size_t i = 0; i < count; i++) put_naive(into, types[t], i, n, first + i, redops[o]);
 }
 
 static void data_make(cases *s) {
-    for (int t = 0; t < 5; t++) {
+    for (int t = 0; t < TYPES; t++) {
         size_t m = 0;
         if (!(s->type_set >> t & 1)) continue;
         for (int k = 0; k < s->n_counts; k++)
@@ -94,8 +94,7 @@ static void data_make(cases *s) {
             for (int r = 0; r < s->n; r++) {
                 s->in[t][kind][r] = (unsigned char *)malloc(m * 8 + 8);
                 for (size_t i = 0; i < m; i++)
-                    put(s->in[t][kind][r], types[t], i,
-                        sent_value(r, i, types[t], kind ? DT_PROD : DT_SUM));
+                    put_sent(s->in[t][kind][r], types[t], i, r, i, kind ? DT_PROD : DT_SUM);
             }
         }
         for (int o = 0; o < (s->all_ops ? 5 : 1); o++) {
@@ -113,7 +112,7 @@ static cases cases_make(int n, int stride) {
     memset(&s, 0, sizeof s);
     s.n = n;
     s.stride = stride;
-    s.type_set = n <= 9 ? 31 : 1 | 8;
+    s.type_set = n <= 9 ? ALL_TYPES : 1 | 8;
     s.algorithm_set = 31;
     s.all_ops = n <= 9;
     s.all_roots = n <= 5;
@@ -135,6 +134,22 @@ __attribute__((unused)) static cases cases_windows(int n, int stride) {
     s.sweep_only = 1;
     s.n_counts = 2;
     s.counts[0] = 100003, s.counts[1] = 250007;
+    data_make(&s);
+    return s;
+}
+
+/* Bytes: counts that no larger type divides, from one byte up to several windows. */
+__attribute__((unused)) static cases cases_bytes(int n, int stride) {
+    static const size_t counts[] = { 1, 3, 5, DT_EAGER_BYTES + 1, (1 << 20) + 1 };
+    cases s;
+    memset(&s, 0, sizeof s);
+    s.n = n;
+    s.stride = stride;
+    s.type_set = BYTES;
+    s.algorithm_set = 31;
+    s.all_ops = s.sweep_only = 1;
+    s.n_counts = 5;
+    memcpy(s.counts, counts, sizeof counts);
     data_make(&s);
     return s;
 }
@@ -274,7 +289,8 @@ static size_t wrong_sums(const trial *c) {
     int n = dt_comm_size(c->comm), me = dt_comm_rank(c->comm);
     size_t first = c->op == REDUCE_SCATTER ? (size_t)me * c->count : 0, bad = 0,
            size = dt_dtype_size(types[c->t]);
-    if (c->algorithm == DT_RING && c->op != REDUCE && redops[c->o] != DT_AVG && n > 1) {
+    if (c->algorithm == DT_RING && c->op != REDUCE && redops[c->o] != DT_AVG && n > 1 &&
+        !is_whole(types[c->t])) {
         for (int j = 0; j < n; j++) {
             size_t from =
                 c->op == ALL_REDUCE ? dt__chunk_offset(c->count, n, j) : (size_t)j * c->count;
@@ -426,7 +442,7 @@ static void sweep_algorithm(trial *c, int stride) {
     const cases *s = c->all;
     dt_comm_set_algorithm(c->comm, c->algorithm);
     for (int k = 0; k < s->n_counts; k++) {
-        for (c->t = 0; c->t < 5; c->t++) {
+        for (c->t = 0; c->t < TYPES; c->t++) {
             if (!(s->type_set >> c->t & 1)) continue;
             c->count = count_of(s->counts[k], types[c->t]);
             for (c->op = 0; c->op < OPS; c->op++) {
@@ -463,7 +479,7 @@ static void all_started_at_once(dt_comm *comm, cases *s) {
                 c[op] = trial_make(comm, s);
                 c[op].number = ++number;
                 c[op].op = op;
-                c[op].t = (op + a + k) % 5;
+                c[op].t = (op + a + k) % TYPES;
                 c[op].o = op <= REDUCE_SCATTER ? (a + k) % 5 : 0;
                 c[op].count = count_of(counts[k], types[c[op].t]);
                 c[op].root = (op + k) % dt_comm_size(comm);
@@ -521,7 +537,7 @@ static void identities(dt_comm *comm, const cases *s) {
     for (int a = 0; a < DT_ALGORITHMS; a++) {
         dt_comm_set_algorithm(comm, (dt_algorithm)a);
         for (int k = 0; k < 3; k++)
-            for (int t = 0; t < 5; t++)
+            for (int t = 0; t < TYPES; t++)
                 for (int o = 0; o < 5; o++)
                     if ((t + o + k) % s->stride == 0)
                         identity(comm, s, (dt_algorithm)a, count_of(counts[k], types[t]), t, o);
@@ -660,6 +676,33 @@ static void messages_in_ring(dt_comm *world) {
         CHECK(dt_recv(world, in, LARGEST / 8, DT_F16, left, 3) == DT_OK &&
               wrong(in, LARGEST / 4, left, 3) == 0);
     if (me % 2 == 1) dt_send(world, out, LARGEST / 8, DT_F16, right, 3);
+    free(out);
+    free(in);
+}
+
+/* Messages of any number of bytes, and one counter that no double represents. */
+static void bytes_in_ring(dt_comm *world) {
+    static const size_t counts[] = { 1, 3, 5, DT_EAGER_BYTES + 1, 65537, (1 << 20) + 1 };
+    dt_ctx *ctx = world->world->ctx;
+    int n = dt_comm_size(world), me = dt_comm_rank(world), right = (me + 1) % n,
+        left = (me + n - 1) % n;
+    int64_t counter = INT64_MAX - me, got = 0;
+    char *out = (char *)malloc((1 << 20) + 1), *in = (char *)malloc((1 << 20) + 2);
+    dt_comm *ring = dt_comm_split(world, 0, me, "ring");
+    for (int k = 0; k < 6; k++) {
+        pattern(out, counts[k], me, k);
+        in[counts[k]] = 'x';
+        dt_work *send = dt_send_start(ring, out, counts[k], DT_U8, right, k);
+        size_t bytes = dt_comm_bytes(ctx, DT_AXIS_NONE);
+        dt_recv(ring, in, counts[k], DT_U8, left, k);
+        dt_wait(ctx, send);
+        CHECK_MSG(
+            wrong(in, counts[k], left, k) == 0 && in[counts[k]] == 'x', "%zu bytes u8", counts[k]);
+        CHECK(dt_comm_bytes(ctx, DT_AXIS_NONE) - bytes <= counts[k]);
+    }
+    dt_work *send = dt_send_start(ring, &counter, 1, DT_I64, right, 9);
+    CHECK(dt_recv(ring, &got, 1, DT_I64, left, 9) == DT_OK && got == INT64_MAX - left);
+    dt_wait(ctx, send);
     free(out);
     free(in);
 }
@@ -1153,6 +1196,7 @@ static dt_status comm_cases(dt_ctx *ctx, void *user) {
         groups(world, s);
         scalars(world, s);
         messages_in_ring(world);
+        bytes_in_ring(world);
         small_messages(world);
         exchange(world);
         from_any(world);

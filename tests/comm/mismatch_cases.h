@@ -8,6 +8,7 @@
 #define MISMATCH_CASES_H
 
 #include "tests/support/check.h"
+#include "tests/support/jitter.h"
 
 #include <ctype.h>
 #include <stdlib.h>

@@ -90,7 +90,7 @@ static void one_case(const mismatch *m, int at, int me, const char *where, laten
             CHECK_MSG(0, "%s: %s: rank %d reports '%s', rank 0 '%s'", where, m->name, r,
                 run.note[r].report.text, text);
     check_odd_run(&run, where, run.note[0].returned, &run.note[0].report);
-    CHECK_MSG(least <= 0.1, "%s: %s: found after %.0f ms: %s", where, m->name, 1e3 * least,
+    CHECK_MSG(in_time(least, 0.1), "%s: %s: found after %.0f ms: %s", where, m->name, 1e3 * least,
         without_prefix(text));
     lateness_add(late, least);
 }
@@ -188,7 +188,7 @@ static void deadlocks(int me, const char *where) {
         if (me > 0) continue;
         CHECK_MSG(strncmp(text, "deadlock: ", 10) == 0 && strstr(text, says[what]),
             "%s: deadlock %d: %s", where, what, report.text);
-        CHECK_MSG(took < 1, "%s: deadlock %d: found after %.1f s", where, what, took);
+        CHECK_MSG(in_time(took, 1), "%s: deadlock %d: found after %.1f s", where, what, took);
     }
 }
 

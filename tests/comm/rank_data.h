@@ -22,7 +22,8 @@ __attribute__((unused)) static uint64_t mix(uint64_t x) {
 static double element(int rank, size_t i, dt_dtype dtype, dt_op op) {
     uint64_t h = ((uint64_t)rank * 1000003u + i) * 0x9E3779B97F4A7C15u;
     h ^= h >> 29;
-    if (dtype == DT_I32) return (double)(int)(h % 7) - 3;
+    if (dtype == DT_I32 || dtype == DT_I64) return (double)(int)(h % 7) - 3;
+    if (dtype == DT_U8) return (double)(int)(h % 7);
     double x = (double)(h % 2000003u) / 1000001.5 - 1; /* [-1, 1) */
     return op == DT_PROD ? 1 + x / 8 : x * (h & 1 ? 100 : 1);
 }
@@ -63,6 +64,10 @@ __attribute__((unused)) static void put(void *buf, dt_dtype dtype, size_t i, dou
         ((float *)buf)[i] = f;
     else if (dtype == DT_F64)
         ((double *)buf)[i] = x;
+    else if (dtype == DT_U8)
+        ((uint8_t *)buf)[i] = (uint8_t)x;
+    else if (dtype == DT_I64)
+        ((int64_t *)buf)[i] = (int64_t)x;
     else
         ((int32_t *)buf)[i] = (int32_t)x;
 }
@@ -71,6 +76,8 @@ __attribute__((unused)) static double get(const void *buf, dt_dtype dtype, size_
     if (dtype == DT_F32) return ((const float *)buf)[i];
     if (dtype == DT_F64) return ((const double *)buf)[i];
     if (dtype == DT_I32) return ((const int32_t *)buf)[i];
+    if (dtype == DT_U8) return ((const uint8_t *)buf)[i];
+    if (dtype == DT_I64) return (double)((const int64_t *)buf)[i];
     uint32_t h = ((const uint16_t *)buf)[i], bits = h << 16;
     float f;
     memcpy(&f, &bits, 4);
@@ -104,7 +111,53 @@ __attribute__((unused)) static double naive(int n, size_t i, dt_dtype dtype, dt_
     return narrow(dtype)     ? rounded(dtype, f)
            : dtype == DT_F32 ? (double)f
            : dtype == DT_F64 ? d
+           : dtype == DT_U8  ? (double)(uint8_t)k
                              : (double)k;
+}
+
+/* ---- integers that wrap ---- */
+
+__attribute__((unused)) static int is_whole(dt_dtype dtype) {
+    return dtype == DT_U8 || dtype == DT_I64;
+}
+
+/* Element i of rank r's send buffer of u8 or i64, with all bits random: neither a double nor a
+   float represents most i64, and almost every sum and product wraps. */
+static uint64_t whole(int rank, size_t i) { return mix(((uint64_t)rank << 40) + i); }
+
+/* Stores whole(rank, i) or, in the other types, sent_value(rank, i) as element k. */
+__attribute__((unused)) static void put_sent(
+    void *buf, dt_dtype dtype, size_t k, int rank, size_t i, dt_op op) {
+    if (dtype == DT_I64)
+        ((uint64_t *)buf)[k] = whole(rank, i);
+    else if (dtype == DT_U8)
+        ((uint8_t *)buf)[k] = (uint8_t)whole(rank, i);
+    else
+        put(buf, dtype, k, sent_value(rank, i, dtype, op));
+}
+
+/* Stores the naive reduction of element i over n ranks as element k. Two's complement: the low bits
+   of a sum or product depend only on the low bits of its operands. */
+__attribute__((unused)) static void put_naive(
+    void *buf, dt_dtype dtype, size_t k, int n, size_t i, dt_op op) {
+    if (!is_whole(dtype)) {
+        put(buf, dtype, k, naive(n, i, dtype, op));
+        return;
+    }
+    uint64_t mask = dtype == DT_U8 ? 255 : ~(uint64_t)0, x = whole(0, i) & mask;
+    for (int r = 1; r < n; r++) {
+        uint64_t y = whole(r, i) & mask;
+        int greater = (int64_t)y > (int64_t)x; /* a masked u8 is not negative */
+        x = op == DT_MAX    ? (greater ? y : x)
+            : op == DT_MIN  ? (greater ? x : y)
+            : op == DT_PROD ? x * y & mask
+                            : (x + y) & mask;
+    }
+    if (op == DT_AVG) x = (uint64_t)((int64_t)x / n);
+    if (dtype == DT_U8)
+        ((uint8_t *)buf)[k] = (uint8_t)x;
+    else
+        ((uint64_t *)buf)[k] = x;
 }
 
 #endif

@@ -6,6 +6,7 @@
 #define RANKS_H
 
 #include "tests/comm/rank_data.h"
+#include "tests/support/jitter.h"
 
 #include <sys/mman.h>
 

@@ -5,6 +5,9 @@
 #ifndef TCP_JOBS_H
 #define TCP_JOBS_H
 
+#include "tests/comm/intruder.h" /* is_line */
+#include "tests/support/jitter.h"
+
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -21,7 +24,7 @@ typedef struct spy {
     /* refuse_at: number of the allocation to refuse, from 1; 0: none */
     long live, calls, refuse_at;
     size_t largest;
-    int error_lines, notices;
+    int error_lines, notices, odd_lines; /* odd: with control bytes */
 } spy;
 
 static void *spy_alloc(void *user, size_t bytes, dt_mem mem) {
@@ -40,7 +43,8 @@ static void spy_free(void *user, void *p, size_t bytes, dt_mem mem) {
 }
 
 static void spy_log(void *user, int level, int rank, const char *text) {
-    (void)rank, (void)text;
+    (void)rank;
+    ((spy *)user)->odd_lines += !is_line(text);
     ((spy *)user)->error_lines += level == DT_LOG_ERROR;
     ((spy *)user)->notices += level == DT_LOG_NOTICE;
 }
@@ -138,6 +142,8 @@ static void child(job *j, int rank) {
     CHECK_MSG(r->status == r->report.status, "rank %d returns %d, reports %d", rank, r->status,
         r->report.status);
     CHECK_MSG(s.live == 0, "rank %d: %ld blocks were not freed: %s", rank, s.live, r->report.text);
+    CHECK_MSG(s.odd_lines == 0 && is_line(r->report.text), "rank %d: %d lines with control bytes",
+        rank, s.odd_lines);
     CHECK_MSG(open_descriptors() == descriptors, "rank %d: descriptors were not closed: %s", rank,
         r->report.text);
     CHECK_MSG((r->status == DT_OK) == (r->report.text[0] == 0), "%s", r->report.text);
@@ -159,7 +165,7 @@ static void job_start(job *j) {
         if (j->absent >> rank & 1) continue;
         pid_t pid = fork();
         if (pid == 0) {
-            alarm(90);
+            alarm(1800); /* ends even if the parent is killed */
             child(j, rank);
             fflush(NULL);
             _exit(0);
@@ -175,7 +181,8 @@ static void job_wait(job *j) {
         while (!gone) {
             gone = waitpid(j->pid[rank], &status, WNOHANG) != 0;
             if (gone) break;
-            if (!CHECK_MSG(seconds() - j->begun < 60, "rank %d of %d hangs", rank, j->ranks)) {
+            if (!CHECK_MSG(
+                    in_time(seconds() - j->begun, 60), "rank %d of %d hangs", rank, j->ranks)) {
                 kill(j->pid[rank], SIGKILL);
                 waitpid(j->pid[rank], &status, 0);
                 break;

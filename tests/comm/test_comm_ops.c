@@ -28,6 +28,14 @@ static void test_windows(void) {
     }
 }
 
+static void test_bytes(void) {
+    for (int n = 2; n <= 3; n++) {
+        cases s = cases_bytes(n, 3);
+        for (int procs = 0; procs < 2; procs++) run_well_on(procs, n, comm_cases, &s);
+        cases_free(&s);
+    }
+}
+
 static int post_keeps(const dt_comm *comm, const dt_work *work) {
     return dt__post_of(work, comm->base.rank)->is_inline;
 }
@@ -171,6 +179,7 @@ int main(int argc, char **argv) {
     int all = argc < 2;
 #define PART(name) (all || strcmp(argv[1], name) == 0)
     if (PART("windows")) test_windows();
+    if (PART("bytes")) test_bytes();
     if (PART("overlap")) test_overlap();
     for (int procs = 0; PART("many") && procs < 2; procs++) run_well_on(procs, 2, many_sends, NULL);
     if (PART("cases")) test_cases();

@@ -143,7 +143,7 @@ static void test_endings(void) {
                                                 strstr(o.report.text, "did not receive") ||
                                                 strstr(o.report.text, "did not"));
             CHECK_MSG(o.status != DT_OK && (timed_out || strstr(o.report.text, says[0])) &&
-                          strstr(o.report.text, says[1]) && o.took < 20,
+                          strstr(o.report.text, says[1]) && in_time(o.took, 20),
                 "way %d, rank %d: %s, %.1f s", way, e.rank, o.report.text, o.took);
             if (way < FAILS) CHECK_MSG(strstr(o.report.text, "(process "), "%s", o.report.text);
             for (int r = 0; r < 4; r++)
@@ -220,8 +220,8 @@ static void test_processes(void) {
         prepare_quiet(&o, 4, empty_rank, NULL);
         start(&o);
         snprintf(says, sizeof says, "rank %d: its process could not be started", k);
-        CHECK_MSG(o.status == DT_ERR_MEM && strcmp(o.report.text, says) == 0 && o.took < 20, "%s",
-            o.report.text);
+        CHECK_MSG(o.status == DT_ERR_MEM && strcmp(o.report.text, says) == 0 && in_time(o.took, 20),
+            "%s", o.report.text);
         for (int r = 0; r < k; r++) CHECK(o.error[r] == DT_ERR_PEER && strstr(o.text[r], says));
         CHECK(waitpid(-1, NULL, WNOHANG) == -1);
     }
@@ -625,7 +625,7 @@ static void test_attach(void) {
             for (int r = 0; r < 4; r++)
                 CHECK_MSG(all[r].status && strstr(all[r].text, "a failure of this rank"),
                     "team %d: %s", team, all[r].text);
-            CHECK_MSG(host.live == 0 && q.live == 0 && took < 10,
+            CHECK_MSG(host.live == 0 && q.live == 0 && in_time(took, 10),
                 "not freed: %ld blocks, %d packets; %.1f s", host.live, q.live, took);
         }
     }
@@ -644,7 +644,8 @@ static void test_attach(void) {
             double took = own_run(all, 3, REFUSED, 0, &host, &q);
             int failed = 0;
             for (int r = 0; r < 3; r++) failed += all[r].status != DT_OK;
-            CHECK_MSG(host.live == 0 && q.live == 0 && took < 10 && (failed == 3 || failed == 0),
+            CHECK_MSG(
+                host.live == 0 && q.live == 0 && in_time(took, 10) && (failed == 3 || failed == 0),
                 "%d at %ld: %ld blocks, %d packets, %.1f s, %d failed: %s", what, k, host.live,
                 q.live, took, failed, all[0].text);
             CHECK_MSG((failed > 0) == (host.error_lines > 0), "%d at %ld: %d error lines: %s", what,
@@ -757,6 +758,19 @@ static const void *forger_recv(void *user, int from, int *sender, size_t *bytes)
     return *bytes ? &f->packet : NULL;
 }
 
+static dt_comm *forger_make(forger **f, const dt_host *host) {
+    *f = (forger *)calloc(1, sizeof **f);
+    dt_transport t = { .name = "forger", .user = *f, .send = forger_send, .recv = forger_recv };
+    dt_attach_desc attach = { .transport = &t, .size = 2, .timeout_s = 2 };
+    return dt_comm_attach(dt_ctx_make((dt_ctx_desc){ .host = host }), attach);
+}
+
+static void forger_free(forger *f, dt_ctx *ctx) {
+    dt_comm_detach(ctx, DT_OK);
+    dt_ctx_free(ctx);
+    free(f);
+}
+
 /* Each row is a packet for a receive of 100 floats, and a word of the error; NULL: it is valid. A
    frame's size that is believed makes the receive read past the packet. */
 static void test_forged_packets(void) {
@@ -771,14 +785,12 @@ static void test_forged_packets(void) {
         { DT__EAGER, 100, 400, 400, 1, "malformed" }, { 0, 100, 400, 400, 0, "malformed" },
         { 99, 100, 400, 400, 0, "malformed" }, { DT__PULL, 100, 400, 0, 0, "malformed" },
         { DT__DONE, 100, 400, 0, 0, "malformed" }, { DT__DATA, 100, 400, 400, 0, "malformed" },
-        { DT__REPORT, 100, 400, 8, 0, "malformed" } };
+        { DT__REPORT, 100, 400, 8, 0, "malformed" }, { DT__CREDIT, 100, 0, 0, 0, "malformed" } };
     for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
         float got[100];
-        forger *f = (forger *)calloc(1, sizeof *f);
-        dt_transport t = { .name = "forger", .user = f, .send = forger_send, .recv = forger_recv };
-        dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .host = &quiet });
-        dt_comm *world =
-            dt_comm_attach(ctx, (dt_attach_desc){ .transport = &t, .size = 2, .timeout_s = 2 });
+        forger *f;
+        dt_comm *world = forger_make(&f, &quiet);
+        dt_ctx *ctx = world->world->ctx;
         dt__call call = { .op = DT__SEND, .dtype = DT_F32, .count = rows[i].count };
         f->packet.frame.kind = rows[i].kind;
         f->packet.frame.channel = world ? world->group->channel : 0;
@@ -793,9 +805,82 @@ static void test_forged_packets(void) {
         CHECK_MSG(rows[i].word ? status == DT_ERR_COMM && strstr(dt_error_text(ctx), rows[i].word)
                                : status == DT_OK,
             "packet %zu: %s: %s", i, dt_status_name(status), dt_error_text(ctx));
-        dt_comm_detach(ctx, DT_OK);
-        dt_ctx_free(ctx);
-        free(f);
+        forger_free(f, ctx);
+    }
+}
+
+/* Rank 1 has called a collective that this rank completes without it. The name of the call's file
+   has no end and control bytes. */
+static void test_forged_file(void) {
+    forger *f;
+    dt_comm *world = forger_make(&f, &quiet);
+    dt_ctx *ctx = world->world->ctx;
+    dt__call call = { .op = DT__BROADCAST, .dtype = DT_F32, .peer = 1, .count = 4 };
+    float a[4];
+    world->world->check = -1; /* no comparison before the calls */
+    f->packet.frame.kind = DT__EAGER;
+    f->packet.frame.packed_call = dt__pack_call(&call);
+    f->packet.frame.bytes = sizeof a;
+    f->packet.frame.count = 4;
+    f->packet.frame.seq = f->packet.frame.id = 1;
+    f->packet.frame.tag = -3;
+    f->packet.frame.line = 7;
+    memset(f->packet.frame.file, 'x', sizeof f->packet.frame.file);
+    f->packet.frame.file[1] = '\033';
+    f->bytes = sizeof f->packet.frame + sizeof a;
+    dt__poll(world->world, DT_ANY);
+    dt_status status = dt_broadcast(world, a, 4, DT_F32, 0);
+    CHECK_MSG(status == DT_ERR_COMM &&
+                  strstr(dt_error_text(ctx),
+                      "at x\\x1bxxxxxxxxxxxxxxxxxxxxxxxxxxxxx:7, rank 0 calls broadcast"),
+        "%s: %s", dt_status_name(status), dt_error_text(ctx));
+    forger_free(f, ctx);
+}
+
+/* A rank announces messages, or sends small ones, that nobody receives. */
+static void test_forged_credits(void) {
+    for (int is_eager = 0; is_eager < 2; is_eager++) {
+        const long most = is_eager ? DT__EAGER_LIMIT : DT__ANNOUNCE_CREDITS;
+        forger *f;
+        spy host;
+        spy_make(&host);
+        dt_comm *world = forger_make(&f, &host.host);
+        dt_ctx *ctx = world->world->ctx;
+        f->packet.frame.kind = is_eager ? DT__EAGER : DT__ANNOUNCE;
+        f->packet.frame.bytes = is_eager ? 0 : (uint64_t)20 << 30;
+        f->packet.frame.tag = 5;
+        long sent = 0;
+        for (; sent < most + 10 && dt_error(ctx) == DT_OK; sent++) {
+            f->packet.frame.id++;
+            f->bytes = sizeof f->packet.frame;
+            dt__poll(world->world, DT_ANY);
+        }
+        CHECK_MSG(
+            sent == most + 1 && dt_error(ctx) == DT_ERR_COMM &&
+                strstr(dt_error_text(ctx), "rank 1 has sent more messages than it had credits"),
+            "after %ld messages: %s", sent, dt_error_text(ctx));
+        size_t peak = dt_memory_used(ctx).peak[DT_MEM_HOST];
+        CHECK_MSG(peak < (size_t)300 * (size_t)most + (1 << 20), "%zu bytes", peak);
+        forger_free(f, ctx);
+        CHECK(host.live == 0);
+    }
+}
+
+/* The receiver of a large message shares no memory with this rank: it cannot have read it. */
+static void test_forged_answers(void) {
+    static float large[5000];
+    for (int is_done = 0; is_done < 2; is_done++) {
+        forger *f;
+        dt_comm *world = forger_make(&f, &quiet);
+        dt_ctx *ctx = world->world->ctx;
+        f->packet.frame.kind = is_done ? DT__DONE : DT__PULL;
+        f->packet.frame.id = 1;
+        f->bytes = sizeof f->packet.frame;
+        dt_status status = dt_send(world, large, 5000, DT_F32, 1, 3);
+        CHECK_MSG(is_done ? status == DT_ERR_COMM && strstr(dt_error_text(ctx), "malformed")
+                          : status == DT_OK,
+            "%d: %s: %s", is_done, dt_status_name(status), dt_error_text(ctx));
+        forger_free(f, ctx);
     }
 }
 
@@ -810,5 +895,8 @@ int main(int argc, char **argv) {
     if (PART("attach")) test_attach();
     if (PART("rounds")) test_rounds();
     if (PART("forged")) test_forged_packets();
+    if (PART("forged")) test_forged_file();
+    if (PART("forged")) test_forged_credits();
+    if (PART("forged")) test_forged_answers();
     return check_done("test_comm_procs");
 }

@@ -24,7 +24,6 @@ static pid_t staged_fork(void);
 #include "tests/comm/mismatch_cases.h"
 #include "tests/comm/soak.h"
 #include "tests/faults/stage.h"
-#include "tests/support/jitter.h"
 
 static pid_t staged_fork(void) {
     int rank = staged_forks++;
@@ -108,12 +107,12 @@ static void kills(int full) {
         "too few kills in a phase, of %d kills", done);
     lateness_print(&sums->abort_word, "kills: known to the first process");
     lateness_print(&sums->survivors, "kills: known to the last survivor");
-    CHECK_MSG(lateness_at(&sums->abort_word, 0.99) <= 0.1,
+    CHECK_MSG(in_time(lateness_at(&sums->abort_word, 0.99), 0.1),
         "99th percentile: a kill is known after %.0f ms",
         1e3 * lateness_at(&sums->abort_word, 0.99));
-    CHECK_MSG(lateness_at(&sums->abort_word, 1) <= 0.5, "a kill is known after %.0f ms",
+    CHECK_MSG(in_time(lateness_at(&sums->abort_word, 1), 0.5), "a kill is known after %.0f ms",
         1e3 * lateness_at(&sums->abort_word, 1));
-    CHECK_MSG(lateness_at(&sums->survivors, 1) <= 1,
+    CHECK_MSG(in_time(lateness_at(&sums->survivors, 1), 1),
         "the last survivor knows of a kill after %.0f ms", 1e3 * lateness_at(&sums->survivors, 1));
 }
 
@@ -202,11 +201,12 @@ static void one_stop(int at) {
                 CHECK_MSG(names_victim(p->text[rank], h.victim, p->pid[h.victim], why),
                     "%s: rank %d has '%s'", what, rank, p->text[rank]);
         double late = known_at(p, h.victim, &last) - p->first_hit - STOP_TIMEOUT;
-        CHECK_MSG(late <= 0.2, "%s: named %.0f ms after the timeout", what, 1e3 * late);
+        CHECK_MSG(in_time(late, 0.2), "%s: named %.0f ms after the timeout", what, 1e3 * late);
         figure_add(&sums->named, late);
         figure_add(&sums->ends, j.begun + j.took - p->first_hit);
-        CHECK_MSG(j.begun + j.took - p->first_hit <= 2 * STOP_TIMEOUT + 0.2,
-            "%s: the job ends after %.2f s", what, j.begun + j.took - p->first_hit);
+        double over = j.begun + j.took - p->first_hit;
+        CHECK_MSG(
+            in_time(over, 2 * STOP_TIMEOUT + 0.2), "%s: the job ends after %.2f s", what, over);
     }
     munmap(p, sizeof *p);
     before.maps--;
@@ -247,7 +247,7 @@ static void one_double(int at) {
     snprintf(what, sizeof what, "two faults %d: rank %d %s, then rank %d %s", at, one.victim,
         one.what == H_KILL ? "killed" : "stopped", two.victim,
         two.what == H_KILL ? "killed" : "stopped");
-    CHECK_MSG(over <= 2 * STOP_TIMEOUT + 0.2, "%s: the job ends after %.2f s", what, over);
+    CHECK_MSG(in_time(over, 2 * STOP_TIMEOUT + 0.2), "%s: the job ends after %.2f s", what, over);
     char who[2][16];
     snprintf(who[0], sizeof who[0], "rank %d (", one.victim);
     snprintf(who[1], sizeof who[1], "rank %d (", two.victim);
@@ -285,11 +285,11 @@ static void supervisor(int full) {
         while (!__atomic_load_n(&p->pid[i % 2 ? 3 : 0], __ATOMIC_SEQ_CST)) nap(1e-4);
         nap(1e-3 * (double)(dice((uint64_t)i) % 30));
         kill(pid, SIGKILL);
-        double took = children_gone(3);
-        CHECK_MSG(took <= 1, "the supervisor is killed: ranks remain %.2f s later", took);
+        double took = children_gone();
+        CHECK_MSG(in_time(took, 1), "the supervisor is killed: ranks remain %.2f s later", took);
         for (int r = 0; r < 4; r++)
             if (took > 1 && p->pid[r]) kill(p->pid[r], SIGKILL);
-        children_gone(3);
+        children_gone();
         figure_add(&sums->ends, took);
         left_check(&before, "the supervisor is killed");
     }
@@ -350,10 +350,10 @@ static void ctrlc(int full) {
         nap(1e-3 * (double)(dice((uint64_t)i) % 100));
         int signal = i % 4 < 2 ? SIGINT : SIGTERM;
         kill(i % 4 == 0 || i % 4 == 3 ? -pid : pid, signal);
-        double took = children_gone(4);
-        CHECK_MSG(took <= 1, "%s: processes remain %.2f s later", ways[i % 4], took);
+        double took = children_gone();
+        CHECK_MSG(in_time(took, 1), "%s: processes remain %.2f s later", ways[i % 4], took);
         if (took > 3) kill(-pid, SIGKILL);
-        children_gone(3);
+        children_gone();
         close(out);
         figure_add(&sums->ends, took);
         left_check(&before, ways[i % 4]);

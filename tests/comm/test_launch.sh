@@ -31,7 +31,7 @@ by_hand() { # by_hand N ARGS...
     free_port
     pids=
     for ((r = 0; r < n; r++)); do
-        timeout 60 "$B/train_gpt" --backend tcp --rank $r --ranks $n --rendezvous 127.0.0.1:$port "$@" >"$dir/out$r" 2>"$dir/err$r" </dev/null &
+        timeout $((60 * SLOW)) "$B/train_gpt" --backend tcp --rank $r --ranks $n --rendezvous 127.0.0.1:$port "$@" >"$dir/out$r" 2>"$dir/err$r" </dev/null &
         pids="$pids $!"
     done
     ranks_end
@@ -42,7 +42,7 @@ column() { cut -d, -f1-3 "$1"; }    # step, loss, grad_norm
 # ---- by hand ------------------------------------------------------------------------------------------------------
 
 for zero in 0 1; do
-    timeout 60 "$B/train_gpt" $tiny --ranks 4 --zero $zero --log-csv "$dir/threads$zero.csv" >"$dir/out" 2>"$dir/err"
+    timeout $((60 * SLOW)) "$B/train_gpt" $tiny --ranks 4 --zero $zero --log-csv "$dir/threads$zero.csv" >"$dir/out" 2>"$dir/err"
     report $? "4 threads with --zero $zero"
     grep -q "^launch  not distributed: no launcher's variables are set: one process$" "$dir/out"
     report $? "... print that they are not distributed"
@@ -59,13 +59,13 @@ done
 free_port
 pids=
 for r in 0 1; do
-    RANK=$r WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=$port timeout 60 "$B/train_gpt" $tiny --zero 1 --log-csv "$dir/env.csv" \
+    RANK=$r WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=$port timeout $((60 * SLOW)) "$B/train_gpt" $tiny --zero 1 --log-csv "$dir/env.csv" \
         >"$dir/out$r" 2>"$dir/err$r" </dev/null &
     pids="$pids $!"
 done
 ranks_end
 report $? "2 ranks by torchrun's variables"
-timeout 60 "$B/train_gpt" $tiny --ranks 2 --zero 1 --log-csv "$dir/two.csv" >"$dir/out" 2>"$dir/err"
+timeout $((60 * SLOW)) "$B/train_gpt" $tiny --ranks 2 --zero 1 --log-csv "$dir/two.csv" >"$dir/out" 2>"$dir/err"
 cmp -s <(column "$dir/two.csv") <(column "$dir/env.csv") && grep -q 'cpu tcp   2 ranks' "$dir/out0"
 report $? "... with the losses of 2 threads"
 
@@ -73,7 +73,7 @@ by_hand 3 --layers 1 --width 16 --heads 2 --seq 16 --batch 6 --steps 50 --data "
 [ $? = 3 ] && grep -hq 'error: rank [0-2].*finite\|error: rank [0-2].*NaN\|error: rank [0-2].*inf' "$dir"/err[0-2]
 report $? "a run that diverges ends on all ranks, with the reason"
 free_port
-timeout 60 "$B/train_gpt" $tiny --backend tcp --rank 0 --ranks 2 --rendezvous localhost:$port --timeout 0.5 >"$dir/out" 2>"$dir/err"
+timeout $((60 * SLOW)) "$B/train_gpt" $tiny --backend tcp --rank 0 --ranks 2 --rendezvous localhost:$port --timeout 0.5 >"$dir/out" 2>"$dir/err"
 [ $? = 1 ] && [ "$(grep -c "^error: .*127.0.0.1:$port.*rank 1 did not come" "$dir/err")" = 1 ]
 report $? "a rank that never comes is named; the rendezvous may be a name"
 
@@ -84,7 +84,7 @@ unlike() { # unlike PATTERN ARGS...: of the second of two ranks; "": all goes we
     shift
     free_port
     for r in 0 1; do
-        timeout 60 "$B/train_gpt" $tiny --backend tcp --rank $r --ranks 2 --rendezvous 127.0.0.1:$port "${more[@]}" \
+        timeout $((60 * SLOW)) "$B/train_gpt" $tiny --backend tcp --rank $r --ranks 2 --rendezvous 127.0.0.1:$port "${more[@]}" \
             >"$dir/out$r" 2>"$dir/err$r" </dev/null &
         pids="$pids $!"
         more=("$@")
@@ -111,7 +111,7 @@ refused() { # refused PATTERN VARIABLES... -- ARGS...
     shift
     while [ "$1" != -- ]; do variables+=("$1"); shift; done
     shift
-    env "${variables[@]}" timeout 60 "$B/train_gpt" $tiny "$@" >"$dir/out" 2>"$dir/err" </dev/null
+    env "${variables[@]}" timeout $((60 * SLOW)) "$B/train_gpt" $tiny "$@" >"$dir/out" 2>"$dir/err" </dev/null
     [ $? = 2 ] && [ "$(grep -c '^error: ' "$dir/err")" = 1 ] && grep -Eq -- "$pattern" "$dir/err"
     report $? "refused with '$pattern': ${variables[*]} $*"
 }
@@ -161,18 +161,19 @@ unset RANK WORLD_SIZE MASTER_PORT DT_RENDEZVOUS
 free_port
 pids=
 for r in 0 1; do
-    RANK=$r WORLD_SIZE=2 MASTER_ADDR=192.0.2.1 MASTER_PORT=9 DT_RENDEZVOUS=localhost:$port timeout 60 "$B/train_gpt" $tiny \
+    RANK=$r WORLD_SIZE=2 MASTER_ADDR=192.0.2.1 MASTER_PORT=9 DT_RENDEZVOUS=localhost:$port timeout $((60 * SLOW)) "$B/train_gpt" $tiny \
         >"$dir/out$r" 2>"$dir/err$r" </dev/null &
     pids="$pids $!"
 done
 ranks_end && grep -q "^launch  rank 0 of 2 by torchrun: RANK, WORLD_SIZE; rendezvous localhost:$port$" "$dir/out0"
 report $? "DT_RENDEZVOUS goes before MASTER_ADDR"
-RANK=0 WORLD_SIZE=1 timeout 60 "$B/train_gpt" $tiny --ranks 2 >"$dir/out" 2>"$dir/err" </dev/null &&
+RANK=0 WORLD_SIZE=1 timeout $((60 * SLOW)) "$B/train_gpt" $tiny --ranks 2 >"$dir/out" 2>"$dir/err" </dev/null &&
     grep -q '^launch  rank 0 of 1 by torchrun' "$dir/out" && grep -q 'cpu threads   2 ranks' "$dir/out"
 report $? "the only process of a launcher may have threads"
+rm -f "$dir/out" # the loop below waits for a step of this run
 "$B/train_gpt" $tiny --steps 3000 --timeout 60 >"$dir/out" 2>"$dir/err" </dev/null &
 pid=$!
-for ((i = 0; i < 100; i++)); do grep -q '^step' "$dir/out" && break; sleep 0.05; done
+for ((i = 0; i < 100 * SLOW; i++)); do grep -q '^step' "$dir/out" && break; sleep 0.05; done
 kill -USR1 $pid
 wait $pid && grep -q '^step *3000/3000' "$dir/out"
 report $? "SIGUSR1 does not end a run"
@@ -184,7 +185,7 @@ launched() {
     local name=$1 pattern=$2 status
     shift 2
     rm -f "$dir/launched.csv" "$dir"/err*
-    timeout -k 5 120 "$@" "$B/train_gpt" $tiny --zero 1 --log-csv "$dir/launched.csv" >"$dir/out" 2>"$dir/err" </dev/null
+    timeout -k 5 $((120 * SLOW)) "$@" "$B/train_gpt" $tiny --zero 1 --log-csv "$dir/launched.csv" >"$dir/out" 2>"$dir/err" </dev/null
     report $? "$name: 4 ranks"
     cmp -s <(column "$dir/threads1.csv") <(column "$dir/launched.csv")
     report $? "$name: the losses and norms of 4 threads to the last digit"
@@ -202,7 +203,7 @@ if "${torchrun[@]}" --help >/dev/null 2>&1; then
     launched "torchrun --master_port" "$by 127.0.0.1:$((port + 1))$" "${torchrun[@]}" --no_python --nproc_per_node 4 \
         --master_addr 127.0.0.1 --master_port $port
 else
-    skip "torchrun: PyTorch is not on PATH or in python3 (DT_TORCHRUN names another), and Debian's 172 packages of 615 MB are too many to install here"
+    skip "torchrun: PyTorch is not on PATH or in python3 (DT_TORCHRUN names another)${NO_TORCH:+; $NO_TORCH}"
 fi
 
 free_port
@@ -266,23 +267,23 @@ slurm_start() { # status 0 if both nodes are idle; otherwise $dir/why has the re
     for i in 1 2; do
         slurmd -D -N dt$i >"$dir/slurmd$i.out" 2>&1 </dev/null & children+=($!)
     done
-    for ((i = 0; i < 60; i++)); do
-        [ "$(timeout 5 sinfo -h -o %D -t idle 2>/dev/null)" = 2 ] && return
+    for ((i = 0; i < 60 * SLOW; i++)); do
+        [ "$(timeout $((5 * SLOW)) sinfo -h -o %D -t idle 2>/dev/null)" = 2 ] && return
         sleep 0.5
     done
-    grep -h -m 1 -i error "$dir"/slurm*.log "$dir"/slurm*.out >"$dir/why" 2>/dev/null || echo "no node is idle after 30 s" >"$dir/why"
+    grep -h -m 1 -i error "$dir"/slurm*.log "$dir"/slurm*.out >"$dir/why" 2>/dev/null || echo "no node is idle after $((30 * SLOW)) s" >"$dir/why"
     return 1
 }
 
 batch() { # batch ARGS...: submits it on one node with 4 tasks, and waits for its end; its output is in batch.out
     local job i
     rm -f "$dir/batch.out"
-    job=$(timeout 20 sbatch --parsable -N 1 -n 4 --ntasks-per-node 4 -o "$dir/batch.out" "$@" 2>"$dir/err" </dev/null) || return
-    for ((i = 0; i < 200; i++)); do     # sbatch -W looks only every 10 s
-        [ -n "$(timeout 5 squeue -h -j "$job")" ] || break
+    job=$(timeout $((20 * SLOW)) sbatch --parsable -N 1 -n 4 --ntasks-per-node 4 -o "$dir/batch.out" "$@" 2>"$dir/err" </dev/null) || return
+    for ((i = 0; i < 200 * SLOW; i++)); do     # sbatch -W looks only every 10 s
+        [ -n "$(timeout $((5 * SLOW)) squeue -h -j "$job")" ] || break
         sleep 0.2
     done
-    timeout 5 scontrol show job "$job" | grep -q 'JobState=COMPLETED'
+    timeout $((5 * SLOW)) scontrol show job "$job" | grep -q 'JobState=COMPLETED'
 }
 
 slurm() {
@@ -291,7 +292,7 @@ slurm() {
     # the name dt1 does not resolve, so the text has the address
     free_port
     launched "srun, two nodes" "\(local 0 of 3\) $by 127.0.0.1:$port$" env DT_RENDEZVOUS=127.0.0.1:$port srun -m plane=3 -N 2 -n 4
-    timeout 60 srun -N 2 -n 4 "$B/train_gpt" $tiny >"$dir/out" 2>"$dir/err" </dev/null
+    timeout $((60 * SLOW)) srun -N 2 -n 4 "$B/train_gpt" $tiny >"$dir/out" 2>"$dir/err" </dev/null
     [ $? != 0 ] && grep -Eq "^error: .*rendezvous '?dt1:2[0-9]{4}" "$dir/err"
     report $? "srun, two nodes: the first of the list is where rank 0 is"
     launched "srun --mpi=pmi2" '\(local 0 of 4\) by PMI: PMI_RANK, PMI_SIZE; rendezvous 127.0.0.1:2[0-9]{4}$' srun --mpi=pmi2 -N 1 -n 4
@@ -334,21 +335,21 @@ export SSH=$dir/ssh DT_PORT=$port DT_TOKEN=known-to-ranks-alone
 launched hostfile.sh "\(local 0 of 3\) by DT: DT_RANK, DT_WORLD_SIZE; rendezvous 127.0.0.1:$port$" examples/launch/hostfile.sh "$dir/hosts"
 [ "$(wc -l <"$dir/ssh.log")" -ge 4 ] && ! grep -q "$DT_TOKEN" "$dir/ssh.log"
 report $? "hostfile.sh: the token is in no command line"
-timeout 60 examples/launch/hostfile.sh "$dir/hosts" sh -c 'echo "$DT_RANK $DT_LOCAL_RANK/$DT_LOCAL_SIZE $DT_TOKEN $1"' x "it's two  words" >"$dir/out" 2>"$dir/err" &&
+timeout $((60 * SLOW)) examples/launch/hostfile.sh "$dir/hosts" sh -c 'echo "$DT_RANK $DT_LOCAL_RANK/$DT_LOCAL_SIZE $DT_TOKEN $1"' x "it's two  words" >"$dir/out" 2>"$dir/err" &&
     [ "$(sort "$dir/out")" = "$(for r in "0 0/3" "1 1/3" "2 2/3" "3 0/1"; do echo "$r $DT_TOKEN it's two  words"; done)" ]
 report $? "hostfile.sh: each rank knows its place, the token, and its words"
 begin=$SECONDS
-timeout 60 examples/launch/hostfile.sh "$dir/hosts" sh -c 'echo $$ >>'"$dir/pids"'; [ $DT_RANK != 2 ] || { sleep 0.5; exit 7; }; exec sleep 50' >"$dir/out" 2>"$dir/err"
-[ $? = 7 ] && grep -q 'rank 2 on 127.0.0.1 ended with status 7' "$dir/err" && [ $((SECONDS - begin)) -lt 20 ] && [ "$(wc -l <"$dir/pids")" = 4 ] &&
+timeout $((60 * SLOW)) examples/launch/hostfile.sh "$dir/hosts" sh -c 'echo $$ >>'"$dir/pids"'; [ $DT_RANK != 2 ] || { sleep 0.5; exit 7; }; exec sleep 50' >"$dir/out" 2>"$dir/err"
+[ $? = 7 ] && grep -q 'rank 2 on 127.0.0.1 ended with status 7' "$dir/err" && [ $((SECONDS - begin)) -lt $((20 * SLOW)) ] && [ "$(wc -l <"$dir/pids")" = 4 ] &&
     ! kill -0 $(cat "$dir/pids") 2>/dev/null
 report $? "hostfile.sh: a rank that ends badly ends all others"
 rm "$dir/pids"
 examples/launch/hostfile.sh "$dir/hosts" sh -c 'echo $$ >>'"$dir/pids"'; exec sleep 50' >"$dir/out" 2>"$dir/err" &
 pid=$!
-for ((i = 0; i < 100; i++)); do [ "$(cat "$dir/pids" 2>/dev/null | wc -l)" = 4 ] && break; sleep 0.05; done
+for ((i = 0; i < 100 * SLOW; i++)); do [ "$(cat "$dir/pids" 2>/dev/null | wc -l)" = 4 ] && break; sleep 0.05; done
 disown $pid
 kill -9 $pid
-for ((i = 0; i < 100; i++)); do kill -0 $(cat "$dir/pids") 2>/dev/null || break; sleep 0.05; done
+for ((i = 0; i < 100 * SLOW; i++)); do kill -0 $(cat "$dir/pids") 2>/dev/null || break; sleep 0.05; done
 [ "$(wc -l <"$dir/pids")" = 4 ] && for p in $(cat "$dir/pids"); do ! kill -0 $p 2>/dev/null || false; done
 report $? "hostfile.sh: none of its ranks outlives it"
 unset SSH DT_PORT DT_TOKEN

@@ -8,6 +8,7 @@
 # `test_mpi.sh ranks` and `test_mpi.sh mismatches`: the first installed MPI, only that program, up to the first
 # failure; status 77 without MPI.
 cd "$(dirname "$0")/../.." || exit 1
+. tests/support/slow.sh
 MAKE=${MAKE:-make}
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 TFLAGS="${TFLAGS:--O1 -g -Wall -Wextra} -DDT__MPI_MAX_BYTES=5000 -DDT__RAIL_BYTES=5000"
 export CFLAGS="${MPI_CFLAGS:--O1 -Wall -Wextra}"
@@ -34,7 +35,7 @@ run() { # run N PROGRAM...: under mpirun; the output is in $D/out
     local n=$1 more=
     shift
     "$mpirun" --version 2>/dev/null | grep -qi 'open' && more=--oversubscribe
-    timeout -k 5 $LONGEST "$mpirun" $more -np "$n" "$@" >"$D/out" 2>&1 </dev/null
+    timeout -k 5 $((LONGEST * SLOW)) "$mpirun" $more -np "$n" "$@" >"$D/out" 2>&1 </dev/null
 }
 
 # Survivors name the dead rank in one line of dt's log, unless MPICH's launcher ends all ranks before.
@@ -47,8 +48,8 @@ a_late_death_ends_the_wait() {
     "$mpirun" --version 2>/dev/null | grep -qi 'open' || return
     local begin=$SECONDS
     export NODE_RANKS=1
-    timeout -k 5 $LONGEST "$mpirun" --oversubscribe --enable-recovery -np 4 "$D/$mpi/mpi_ranks" killed_late >"$D/out" 2>&1 </dev/null
-    [ "$(grep -c 'DT_ERR_PEER after [0-9]* s: rank 3 .* is gone: its connection was lost$' "$D/out")" = 3 ] && [ $((SECONDS - begin)) -lt 60 ]
+    timeout -k 5 $((LONGEST * SLOW)) "$mpirun" --oversubscribe --enable-recovery -np 4 "$D/$mpi/mpi_ranks" killed_late >"$D/out" 2>&1 </dev/null
+    [ "$(grep -c 'DT_ERR_PEER after [0-9]* s: rank 3 .* is gone: its connection was lost$' "$D/out")" = 3 ] && [ $((SECONDS - begin)) -lt $((60 * SLOW)) ]
     report $? "a rank dies when the others have ended: they stop waiting for it after $((SECONDS - begin)) s"
 }
 
@@ -75,10 +76,10 @@ ranks() {
         export NODE_RANKS=${n#* }
         run 4 "$D/$mpi/mpi_ranks" ${n% *}
         status=$?
-        [ $status != 0 ] && [ $status != 124 ] && [ $((SECONDS - begin)) -lt 30 ] &&
+        [ $status != 0 ] && [ $status != 124 ] && [ $((SECONDS - begin)) -lt $((30 * SLOW)) ] &&
             case ${n% *} in
             killed) killed_is_named ;;
-            *) grep -q 'DT_ERR_TIMEOUT after [0-9] s: rank [012]: timeout 1.0 s in' "$D/out" ;;
+            *) grep -q 'DT_ERR_TIMEOUT after [0-9]* s: rank [012]: timeout 1.0 s in' "$D/out" ;;
             esac
         report $? "a rank ${n% *}, NODE_RANKS $NODE_RANKS: status $status after $((SECONDS - begin)) s"
     done
@@ -102,7 +103,7 @@ kill_one() { # kill_one VICTIM: of 4 ranks of train_gpt, in the middle of its st
         export D gpt
         run 4 bash -c 'echo $$ >"$D/pid.${OMPI_COMM_WORLD_RANK:-$PMI_RANK}"; exec "$gpt" "$@"' - --backend mpi $job --steps 1000000
     ) &
-    for ((i = 0; i < 300; i++)); do grep -q '^step *[0-9]' "$D/out" 2>/dev/null && break; sleep 0.1; done
+    for ((i = 0; i < 300 * SLOW; i++)); do grep -q '^step *[0-9]' "$D/out" 2>/dev/null && break; sleep 0.1; done
     sleep 0.2
     kill -9 "$(cat "$D/pid.$1")"
     wait $!
@@ -126,7 +127,7 @@ train() {
         begin=$SECONDS
         rm -f "$D"/out; kill_one $victim
         status=$?
-        [ $status != 0 ] && [ $((SECONDS - begin)) -lt 30 ] && { [ $mpi = mpich ] ||
+        [ $status != 0 ] && [ $((SECONDS - begin)) -lt $((30 * SLOW)) ] && { [ $mpi = mpich ] ||
             [ "$(grep 'error: ' "$D/out")" = "error: rank $victim (process $(cat "$D/pid.$victim") on $(hostname)) is gone: its connection was lost" ]; }
         report $? "train_gpt: rank $victim of 4 is killed: status $status after $((SECONDS - begin)) s"
     done

@@ -134,7 +134,13 @@ static array &push(
     all.emplace_back(dtype, count, offset_for(placement, all.size(), dtype), floor);
     array &a = all.back();
     for (size_t k = 0; k < count; k++)
-        dt__set_number(dtype, a.data(), k, random_number() * (dtype == DT_I32 ? 1e9 : 1));
+        dt__set_number(dtype, a.data(), k,
+            random_number() * (dtype == DT_I32      ? 1e9
+                                  : dtype == DT_I64 ? 9e18
+                                  : dtype == DT_U8  ? 256
+                                                    : 1));
+    for (size_t k = 0; k < count && dtype == DT_I64; k++) // more digits than a double has
+        ((int64_t *)a.data())[k] += (int64_t)(k * 7919 % 100003);
     return a;
 }
 

@@ -41,7 +41,7 @@ static void check(
 // ==== 2. Flat kernels ===========================================================================
 
 static void test_fill() {
-    for (dt_dtype dtype : { DT_F32, DT_F64, DT_I32, DT_BF16, DT_F16 })
+    for (dt_dtype dtype : { DT_F32, DT_F64, DT_I32, DT_BF16, DT_F16, DT_U8, DT_I64 })
         for (size_t count : COUNTS)
             for (double value : { 0.0, -3.7, 1e9 }) {
                 arrays a;
@@ -116,8 +116,9 @@ static void test_reduce() {
             }
         for (int n : { 1, 5, 128, 129, 255, 256, 400 })
             compare_reduce(DT_F32, op, 17, n, n > 60 ? 60 : -1, ALIGNED);
-        for (dt_dtype dtype : { DT_F64, DT_I32 }) compare_reduce(dtype, op, 127, 4, 3, HALF);
-        compare_reduce(DT_I32, op, 3, 300, -1, ODD);
+        for (dt_dtype dtype : { DT_F64, DT_I32, DT_U8, DT_I64 })
+            compare_reduce(dtype, op, 127, 4, 3, HALF);
+        for (dt_dtype dtype : { DT_I32, DT_U8, DT_I64 }) compare_reduce(dtype, op, 3, 300, -1, ODD);
         for (dt_dtype dtype : { DT_BF16, DT_F16 })
             for (int placement = 0; placement < PLACEMENTS; placement++) {
                 compare_reduce(dtype, op, 1000, 7, placement % 3 - 1, placement);
@@ -212,7 +213,7 @@ static void test_binary() {
 // The result is in the view's a, which never repeats; the input is in b.
 static void test_permute() {
     for (const view &v : VIEWS)
-        for (dt_dtype dtype : { DT_F32, DT_F64, DT_I32, DT_BF16, DT_F16 })
+        for (dt_dtype dtype : { DT_F32, DT_F64, DT_I32, DT_BF16, DT_F16, DT_U8, DT_I64 })
             for (int code = 0; code < 4; code++) {
                 int accumulate = code % 2, placement = code / 2 ? ALIGNED : ODD;
                 bool repeats = false;
@@ -241,7 +242,7 @@ static void test_permute() {
 static void fill_for_cast(array &a) {
     const double odd[] = { 0.0, -0.0, INFINITY, -INFINITY, NAN, 65504, 65519.99, 65520, 6e-8,
         2.9e-8, 3e-8, 6.1e-5, 1e-40, 3.4e38, 3.41e38, 1e300, -2147483649.0, 2147483648.0, 1.5, -1.5,
-        1e10 };
+        1e10, 255.5, 256, 9.3e18, -9.3e18, 9223372036854775808.0 };
     for (size_t k = 0; k < a.count; k++) {
         uint32_t words[4];
         dt__philox(5, k, words);
@@ -252,7 +253,7 @@ static void fill_for_cast(array &a) {
         else if (k % 3 == 1)
             dt__set_number(
                 a.dtype, a.data(), k, dt__bf16_to_f32((uint16_t)words[0]) * (1 + 1.0 / 256));
-        else if (k < 3 * 21)
+        else if (k < 3 * 26)
             dt__set_number(a.dtype, a.data(), k, odd[k / 3]);
         else
             dt__set_number(a.dtype, a.data(), k, random_number() * pow(2, (double)(k % 40) - 25));
@@ -260,7 +261,7 @@ static void fill_for_cast(array &a) {
 }
 
 static void test_cast() {
-    const dt_dtype types[] = { DT_F32, DT_F64, DT_I32, DT_BF16, DT_F16 };
+    const dt_dtype types[] = { DT_F32, DT_F64, DT_I32, DT_BF16, DT_F16, DT_U8, DT_I64 };
     for (dt_dtype to : types)
         for (dt_dtype from : types)
             for (int accumulate = 0; accumulate < 2; accumulate++) {
@@ -420,7 +421,7 @@ static void test_sum() {
     compare_sum(1, 3001, 1, 0.5, 0, 1, 0, ODD);
 }
 
-// Few different values, so that ties occur; a NaN first, and one later.
+// Few different values, so that ties occur; NaNs first, later, and two in a row.
 static void test_max_and_topk() {
     for (auto shape : SHAPES)
         for (size_t inner : { 1, 5 }) {
@@ -433,6 +434,7 @@ static void test_max_and_topk() {
             if (rows > 4 && n > 2) {
                 set(in, 0, NAN);
                 set(in, 2 * n * inner + inner, NAN);
+                set(in, 2 * n * inner + 2 * inner, NAN);
             }
             check(
                 dtc_text("max %zu x %zu x %zu", rows, n, inner), a,

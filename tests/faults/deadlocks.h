@@ -119,9 +119,8 @@ static void deadlocks(int full) {
             if (s < late) late = s;
         }
         /* if a rank gets no processor time, the deadlock is found at a later check */
-        double slack = late > 0.1 ? 50 * jitter_s() : 0;
-        CHECK_MSG(late <= 0.1 + slack, "deadlock of %d by %s: found after %.0f ms, limit %.0f ms",
-            cycle, shape_names[shape], 1e3 * late, 1e3 * (0.1 + slack));
+        CHECK_MSG(in_time(late, 0.1), "deadlock of %d by %s: found after %.0f ms", cycle,
+            shape_names[shape], 1e3 * late);
         figure_add(&sums->other, late);
     }
     lateness_print(&sums->other, "deadlocks");

@@ -86,8 +86,8 @@ static void drill_ends(
                   strstr(p->report.text, word) != NULL,
         "%s on %s: %s: %s", fault, threads_or_procs(backend), dt_status_name(p->status),
         p->report.text);
-    CHECK_MSG(d.run.took <= most, "%s on %s: ends after %.2f s", fault, threads_or_procs(backend),
-        d.run.took);
+    CHECK_MSG(in_time(d.run.took, most), "%s on %s: ends after %.2f s", fault,
+        threads_or_procs(backend), d.run.took);
     for (int r = 0; r < DRILL_RANKS; r += 2)
         CHECK_MSG(p->failed[r] > 0 &&
                       strcmp(without_prefix(p->text[r]), without_prefix(p->report.text)) == 0,
@@ -114,11 +114,11 @@ static void drill_kinds(page *p, dt_backend backend) {
         p, backend, "delay:rank=2:seq=3:s=0.05,kill:rank=1:seq=7", 1, procs ? "signal 9" : "", 0.5);
     drill_goes_on(&d, p, backend, NULL);
     for (int r = 0; r < DRILL_RANKS; r++) wrong += d.bits[r];
-    CHECK_MSG(wrong == 0 && d.run.took < 0.2, "no fault on %s: %d bits are wrong, %.2f s", where,
-        wrong, d.run.took);
+    CHECK_MSG(wrong == 0 && in_time(d.run.took, 0.2), "no fault on %s: %d bits are wrong, %.2f s",
+        where, wrong, d.run.took);
     drill_goes_on(&d, p, backend, "delay:rank=1:seq=7:s=0.2");
-    CHECK_MSG(d.run.took >= 0.2 && d.run.took < 0.5, "a delay of 0.2 s on %s takes %.2f s", where,
-        d.run.took);
+    CHECK_MSG(d.run.took >= 0.2 && in_time(d.run.took, 0.5), "a delay of 0.2 s on %s takes %.2f s",
+        where, d.run.took);
     drill_goes_on(&d, p, backend, "flip:rank=1:seq=7");
     for (int r = wrong = 0; r < DRILL_RANKS; r++) {
         bits += d.bits[r] == 1;
@@ -232,13 +232,17 @@ typedef struct lag {
     double step_s, cost;
 } lag;
 
+/* lag.slow: rank 1 is slow in 6 of 8 steps, as on a machine with other load, and no straggler. */
+enum { NOISY_RANK = -2 };
+
 static dt_status lag_rank(dt_ctx *ctx, void *user) {
     lag *l = (lag *)user;
     dt_comm *world = dt_world(ctx);
     int me = dt_comm_rank(world);
     float x = 1, y;
     for (int step = 0; step < l->steps; step++) {
-        if (l->step_s > 0) nap(me == l->slow ? 2 * l->step_s : l->step_s);
+        int slow = l->slow == NOISY_RANK ? me == 1 && step % 8 < 6 : me == l->slow;
+        if (l->step_s > 0) nap(slow ? 2 * l->step_s : l->step_s);
         dt_all_reduce(world, &x, &y, 1, DT_F32, DT_SUM);
         if (me == 0) __atomic_store_n(&l->p->steps, step + 1, __ATOMIC_SEQ_CST);
         double begin = mono();
@@ -264,12 +268,13 @@ static void lag_run(
 }
 
 /* The slow rank, and no other, must be named. On a busy machine a rank that waits for a processor
-   is a straggler, too, which can hide the slow rank or add another; such a run is repeated. */
-static int lag_named(page *p, dt_backend backend, int slow, int steps, int last) {
+   is a straggler, too, which can hide the slow rank or add another; such a run is repeated with
+   steps that are longer than these waits. */
+static int lag_named(page *p, dt_backend backend, int slow, int steps, int first, int last) {
     lag l;
     char who[48];
     int named = 0, others = 0;
-    lag_run(&l, p, backend, 4, slow, steps, 5e-3);
+    lag_run(&l, p, backend, 4, slow, steps, first ? 5e-3 : 5e-3 * fmin(slowdown(), 20));
     snprintf(who, sizeof who, "rank %d is a straggler", slow);
     for (int k = 0; k < p->lines && k < LOG_LINES; k++) {
         int it = slow >= 0 && strstr(p->line[k], who) && p->line_level[k] == DT_LOG_NOTICE;
@@ -278,7 +283,7 @@ static int lag_named(page *p, dt_backend backend, int slow, int steps, int last)
     }
     int good = others == 0 && (named > 0) == (slow >= 0);
     if (last && slow < 0)
-        CHECK_MSG(good, "all ranks are equally fast, but: %s", p->line[0]);
+        CHECK_MSG(good, "no rank is slow in every step, but: %s", p->line[0]);
     else if (good || last)
         CHECK_MSG(good, "rank %d lags for %d steps: it is named %d times, other ranks %d times: %s",
             slow, steps, named, others, p->lines > 0 ? p->line[0] : "");
@@ -289,12 +294,12 @@ static void stragglers(int full) {
     page *p = page_make();
     lag l;
     for (int i = 0; i < (full ? 30 : 6); i++) {
-        int slow = i % 3 == 2 ? -1 : i % 4;
+        int slow = i % 3 == 2 ? i % 2 ? NOISY_RANK : -1 : i % 4;
         dt_backend backend = i % 2 ? DT_BACKEND_PROCS : DT_BACKEND_THREADS;
         for (int again = 0; again < 4; again++)
-            if (lag_named(p, backend, slow, slow < 0 ? 60 : 10, again == 3)) break;
+            if (lag_named(p, backend, slow, slow < 0 ? 60 : 10, again == 0, again == 3)) break;
     }
-    lag_named(p, DT_BACKEND_THREADS, 1, 40, 0);
+    lag_named(p, DT_BACKEND_THREADS, 1, 40, 1, 0);
     CHECK_MSG(p->lines <= 4, "a straggler is named %d times in 40 steps", p->lines);
     double begin = mono();
     lag_run(&l, p, DT_BACKEND_THREADS, 2, -1, 20000, 0);

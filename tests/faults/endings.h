@@ -76,13 +76,14 @@ static void one_stray(int away, int n) {
         "away %x: %s: %s", away, dt_status_name(status), p->report.text);
     CHECK_MSG(p->report.left_behind == n, "away %x: %d ranks are left behind", away,
         p->report.left_behind);
-    CHECK_MSG(took >= 1 && took < 30, "away %x: dt_run returns after %.1f s", away, took);
+    CHECK_MSG(took >= 1 && in_time(took, 30), "away %x: dt_run returns after %.1f s", away, took);
     for (int k = 0; k < p->lines && k < LOG_LINES; k++)
         notices += strstr(p->line[k], "is left behind: its thread") != NULL;
     CHECK_MSG(notices == n, "away %x: %d of %d lines of the log say so", away, notices, p->lines);
     CHECK_MSG(s.live > 0, "away %x: all memory was freed while threads still run", away);
     __atomic_store_n(&s.let_go, 1, __ATOMIC_SEQ_CST);
-    for (begin = mono(); __atomic_load_n(&s.live, __ATOMIC_SEQ_CST) > 0 && mono() < begin + 20;)
+    for (begin = mono();
+         __atomic_load_n(&s.live, __ATOMIC_SEQ_CST) > 0 && in_time(mono() - begin, 20);)
         nap(1e-3);
     CHECK_MSG(s.live == 0, "away %x: %ld blocks were not freed after the last thread has ended",
         away, s.live);
@@ -162,7 +163,7 @@ static void one_quitter(dt_backend backend, int how) {
                   strstr(p->report.text,
                       how == BY_EXIT_OF_PROCESS ? "exited with status 0" : "pthread_exit"),
         "%s: %s: %s", what, dt_status_name(p->report.status), p->report.text);
-    CHECK_MSG(mono() - begin < 15, "%s: the job ends after %.1f s", what, mono() - begin);
+    CHECK_MSG(in_time(mono() - begin, 15), "%s: the job ends after %.1f s", what, mono() - begin);
     for (int r = 0; r < 3; r += 2)
         CHECK_MSG(strcmp(without_prefix(p->text[r]), without_prefix(p->report.text)) == 0,
             "%s: rank %d has '%s'", what, r, p->text[r]);
@@ -194,8 +195,8 @@ static void quitter_tcp(void) {
         stray_run(&q.s, quitting_rank);
         _exit(0);
     }
-    double took = children_gone(15);
-    CHECK_MSG(took < 15 && p->report.rank == 1 && strstr(p->report.text, "rank 1") &&
+    double took = children_gone();
+    CHECK_MSG(in_time(took, 15) && p->report.rank == 1 && strstr(p->report.text, "rank 1") &&
                   strstr(p->report.text, "pthread_exit"),
         "pthread_exit over tcp, after %.1f s: %s", took, p->report.text);
     munmap(p, sizeof *p);
@@ -324,7 +325,7 @@ static void one_frozen(void) {
         "a frozen rank: %d left behind: %s: %s", p->report.left_behind, dt_status_name(p->status),
         p->report.text);
     freezer_put("freezer.state", "THAWED");
-    CHECK_MSG(children_gone(10) < 10, "a frozen rank: it remains after it was thawed");
+    CHECK_MSG(in_time(children_gone(), 10), "a frozen rank: it remains after it was thawed");
     for (int tries = 0; tries < 100 && rmdir(freezer) != 0; tries++) nap(0.01);
     munmap(p, sizeof *p);
 }

@@ -8,6 +8,7 @@
 # other ranks. Prints how long a job takes to form, alone and under each attack; a line for each check that failed; last
 # "network: N passed, N failed, N skipped". In about 40 s.
 cd "$(dirname "$0")/../.." || exit 1
+. tests/support/slow.sh
 B=${B:-build} MAKE=${MAKE:-make}
 passed=0 failed=0
 here=A$$ there=B$$ address=10.77.3.1 port=29517 place=10.77.3.1:29517
@@ -66,7 +67,7 @@ rank() { # rank R N TIMEOUT MODE [TOKEN FILE] [OUT]: rank R on its host
 }
 listening() { # until rank 0 does
     local i
-    for ((i = 0; i < 100; i++)); do
+    for ((i = 0; i < 100 * SLOW; i++)); do
         ip netns exec "$here" grep -q "$(printf ':%04X 00000000:0000 0A' $port)" /proc/net/tcp && return
         sleep 0.02
     done
@@ -87,6 +88,7 @@ four() { # four [COMMAND]: rank 0, the command, and then the other three; waits 
 
 four
 check "four ranks on two hosts: $(cat "$D"/[0-3])" all_well
+check "rank 0 says what is still open: $(cat "$D/0")" has 0 "$place: the data of the ranks will be neither encrypted nor"
 alone=$(formed)
 echo "a job of 4 ranks on 2 hosts forms in $alone s"
 
@@ -124,7 +126,7 @@ for kind in 0 1 2 3 4; do
     kill -9 $attacker; wait $attacker 2>/dev/null
     echo "under ${names[kind]} it forms in $(formed) s"
     check "${names[kind]}: $(cat "$D"/[0-3])" all_well
-    most=$(awk "BEGIN { print $alone + 1 }")
+    most=$(awk "BEGIN { print $alone + $SLOW }")
     check "${names[kind]}: the job forms after $(formed) s, not within $most s" below "$(formed)" "$most"
 done 2>/dev/null
 
@@ -134,7 +136,7 @@ cut_link() { # cut_link MODE TIMEOUT SIDE
     local pids=() r when text other
     rm -f "$D"/[0-3]
     for r in 0 1; do rank $r 2 $2 $1; pids+=($last); done
-    for ((r = 0; r < 100; r++)); do has 0 '^formed' && has 1 '^formed' && break; sleep 0.05; done
+    for ((r = 0; r < 100 * SLOW; r++)); do has 0 '^formed' && has 1 '^formed' && break; sleep 0.05; done
     sleep 0.3
     ip -n "$3" link set veth0 down
     when=$(date +%s.%N)
@@ -147,9 +149,9 @@ cut_link() { # cut_link MODE TIMEOUT SIDE
         check "a cut link ($1): rank $r: $text" grep -q "rank $other" <<<"${text#*: rank $r: }"
         echo "a cut link, $1, timeout $2 s: rank $r knows after $took s: ${text#*: }"
         if [ $1 = steps ]; then
-            check "a cut link: rank $r knows it after $took s" below "$took" $(($2 + 1))
+            check "a cut link: rank $r knows it after $took s" below "$took" $(($2 + SLOW))
         else
-            check "a cut link without traffic: rank $r waits: $text" below "$(cut -d' ' -f3 <<<"${text%%:*}")" 0.3
+            check "a cut link without traffic: rank $r waits: $text" below "$(cut -d' ' -f3 <<<"${text%%:*}")" $(awk "BEGIN { print 0.3 * $SLOW }")
         fi
     done
 }

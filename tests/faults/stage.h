@@ -193,11 +193,11 @@ static void left_check(const left *before, const char *what) {
         now.tmp - before->tmp, now.listeners - before->listeners);
 }
 
-/* Waits at most `limit` seconds until all children, orphans included, are gone. Returns the time it
-   took. */
-static double children_gone(double limit) {
+/* Waits until all children, orphans included, are gone, or 15 seconds have passed. Returns the time
+   it took. */
+static double children_gone(void) {
     double begin = mono();
-    while (mono() - begin < limit) {
+    while (in_time(mono() - begin, 15)) {
         pid_t pid = waitpid(-1, NULL, WNOHANG);
         if (pid < 0 && errno == ECHILD) break;
         if (pid == 0) nap(2e-4);

@@ -161,7 +161,7 @@ static int suspended_over(suspended *s) {
 /* Waits until the job has advanced by `steps`. Returns 0 if it has ended or does not advance. */
 static int suspended_moves(suspended *s, int steps) {
     int from = suspended_progress(s);
-    for (double begin = mono(); mono() < begin + 60; nap(1e-3)) {
+    for (double begin = mono(); in_time(mono() - begin, 60); nap(1e-3)) {
         if (suspended_progress(s) >= from + steps) return 1;
         if (suspended_over(s)) break;
     }
@@ -203,7 +203,7 @@ static void suspended_end(suspended *s, const char *what) {
     CHECK_MSG(s->train || (good && s->p->lines == 0), "%s: the job ends with: %s", what,
         s->p->report.text);
     close(s->out);
-    children_gone(3);
+    children_gone();
 }
 
 /* Runs job number `at`. */

@@ -176,7 +176,7 @@ static void fuzz_keys(const value *v, const dt_json *j, int object, const char *
             fuzz_must(strlen(text) == bytes, "a NUL in a text");
         if (id == N_OPTIONS || dt_json_kind_of(j, node) == DT_JSON_NULL) continue;
         if (table[id].kind == FLAG && dt_json_bool(j, node, &flag) && !flag) continue;
-        fuzz_must(v[id].from == GIVEN, "a key is ignored");
+        fuzz_must(v[id].from == GIVEN_IN_FILE, "a key is ignored");
         if (dt_json_number(j, node, &x) && table[id].kind != WORD && table[id].kind != TEXT)
             fuzz_must(v[id].number == x, "an option has another number than the file");
         if (text)
@@ -189,7 +189,7 @@ static void fuzz_write(dt_json_out *o, const value *v) {
     dt_json_open(o, NULL, '{');
     for (int i = 0; i < N_OPTIONS; i++) {
         int kind = table[i].kind;
-        if (i == O_CONFIG || v[i].from != GIVEN) continue;
+        if (i == O_CONFIG || v[i].from != GIVEN_IN_FILE) continue;
         if (kind == WORD || kind == TEXT)
             dt_json_put_string(o, table[i].name, v[i].text);
         else if (kind == REAL)
@@ -211,7 +211,7 @@ static void fuzz_accepted(value *v, const unsigned char *data, size_t bytes) {
     dt_json *j = dt_json_parse(ctx, "config", (const char *)data, bytes);
     dt_json_out o = { ctx, NULL, 0, 0 };
     for (int i = 0; i < N_OPTIONS; i++) {
-        int given = v[i].from == GIVEN && i != O_CONFIG;
+        int given = v[i].from == GIVEN_IN_FILE && i != O_CONFIG;
         fuzz_must(given == config.given[i] && (!given || is_option(i)), "what was given");
         kept += given;
         if (given)

@@ -15,7 +15,8 @@ static void read_all(dt_ctx *ctx, dt_weights *w) {
     for (int i = 0; i < dt_weights_count(w) && dt_error(ctx) == DT_OK; i++) {
         const dt_weight *t = dt_weights_get(w, i);
         fuzz_must(dt_weights_find(w, t->name) == i, "a tensor is not found");
-        dt_dtype as = t->dtype == DT_I32 || t->count > 100 ? t->dtype : DT_F64;
+        int integers = t->dtype == DT_I32 || t->dtype == DT_U8 || t->dtype == DT_I64;
+        dt_dtype as = integers || t->count > 100 ? t->dtype : DT_F64;
         if (!t->readable) continue;
         for (int64_t at = 0; at < t->count; at += 4096)
             dt_weights_read(w, i, at, t->count - at < 4096 ? t->count - at : 4096, as, host);

@@ -544,12 +544,12 @@ static void test_bad_moves(void) {
         { DT_SHARD(0), DT_PARTIAL, DT_ERR_UNSUPPORTED, { "SHARD", "PARTIAL", "REPLICATE" } },
         { { 9, 0 }, DT_COPY, DT_ERR_UNSUPPORTED, { "no placement", "COPY", "" } },
         { { -1, 0 }, DT_COPY, DT_ERR_UNSUPPORTED, { "no placement", "COPY", "" } },
-        { DT_REPLICATE, DT_SHARD(0), DT_ERR_SHAPE, { "(5,3)", "SHARD 0", "2 ranks" } },
-        { DT_PARTIAL, DT_SHARD(1), DT_ERR_SHAPE, { "(5,3)", "SHARD 1", "2 ranks" } },
-        { DT_SHARD(0), DT_SHARD(1), DT_ERR_SHAPE, { "(5,3)", "SHARD 0", "SHARD 1" } },
-        { DT_SHARD(2), DT_COPY, DT_ERR_SHAPE, { "(5,3)", "SHARD 2", "2 ranks" } },
-        { DT_SHARD(-1), DT_COPY, DT_ERR_SHAPE, { "(5,3)", "SHARD -1", "2 ranks" } },
-        { DT_REPLICATE, DT_SHARD(2), DT_ERR_SHAPE, { "(5,3)", "SHARD 2", "2 ranks" } },
+        { DT_REPLICATE, DT_SHARD(0), DT_ERR_SHAPE, { "(5,3)", "SHARD(0)", "2 ranks" } },
+        { DT_PARTIAL, DT_SHARD(1), DT_ERR_SHAPE, { "(5,3)", "SHARD(1)", "2 ranks" } },
+        { DT_SHARD(0), DT_SHARD(1), DT_ERR_SHAPE, { "(5,3)", "SHARD(0)", "SHARD(1)" } },
+        { DT_SHARD(2), DT_COPY, DT_ERR_SHAPE, { "(5,3)", "SHARD(2)", "2 ranks" } },
+        { DT_SHARD(-1), DT_COPY, DT_ERR_SHAPE, { "(5,3)", "SHARD(-1)", "2 ranks" } },
+        { DT_REPLICATE, DT_SHARD(2), DT_ERR_SHAPE, { "(5,3)", "SHARD(2)", "2 ranks" } },
     };
     for (size_t i = 0; i < sizeof list / sizeof *list; i++) {
         dt_report report = run(2, bad_move_main, (void *)(uintptr_t)&list[i]);

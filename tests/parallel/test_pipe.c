@@ -16,6 +16,7 @@
 #define DT_IMPLEMENTATION
 #include "dt_zero.h"
 #include "tests/support/check.h"
+#include "tests/support/jitter.h"
 #include <arpa/inet.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -414,6 +415,7 @@ static void measure(net *n, const dt_schedule *s, const size_t before[2]) {
     result *r = n->j->r;
     r->allocations[world][n->step] = dt_memory_used(n->ctx).allocations;
     r->acts[world] = dt_memory_used(n->ctx).peak[DT_MEM_ACTS];
+    dt_memory_reset_peak(n->ctx); /* the last step's peak stays */
     r->pp_bytes[world] = dt_comm_bytes(n->ctx, DT_AXIS_PP) - before[0];
     r->dp_bytes[world] = dt_comm_bytes(n->ctx, DT_AXIS_DP) - before[1];
     r->padded[world] = 0;
@@ -549,7 +551,7 @@ static dt_status run_tcp(job *j, int ranks, dt_run_desc d) {
     for (int r = 0; r < ranks; r++) {
         pid[r] = fork();
         if (pid[r] != 0) continue;
-        alarm(60);
+        alarm(1800); /* ends even if the parent is killed */
         check_failed = 0;
         d.rank = r;
         d.rendezvous = at;
@@ -947,10 +949,11 @@ static void test_memory(void) {
         double each = (double)(got->acts[0] - want->acts[0]) / 3;
         for (int r = 0; r < 4; r++) {
             int live = 4 - r < m ? 4 - r : m;
-            double more = (double)got->acts[r] - (double)want->acts[r];
+            double more = (double)got->acts[r] - (double)want->acts[r],
+                   sent = r > 0 ? MAX_ROWS * 16 * 8 : 0; /* bytes of the input's gradient */
             CHECK_MSG(got->live[r] == live && got->slots[r] == live,
                 "rank %d holds %d micro-batches", r, got->live[r]);
-            CHECK_MSG(more == each * (live - 1),
+            CHECK_MSG(more == (each + sent) * (live - 1),
                 "rank %d holds %g bytes of acts more than one micro-batch", r, more);
             CHECK_MSG(live == 1 || more > 0.6 * (live - 1) * (double)want->acts[r],
                 "rank %d: %g bytes more than the formula", r, more);
@@ -976,11 +979,14 @@ static void test_backends(void) {
 /* A schedule takes as long as simulated. Other load on the machine can make it slower, so the best
    of several tries counts. */
 static void test_duration(void) {
-    enum { TRIES = 20 };
-    dt_schedule_costs costs = { .forward = 0.02, .input = 0.02, .weight = 0.02 };
+    enum {
+        TRIES = 20,
+        SLOW_TRIES = 4
+    }; /* the latter with actions that are longer than the load's delays */
     for (int k = 0; k < DT_SCHEDULES + 1; k++) {
         config c = basic_config(4, 8, k % DT_SCHEDULES);
-        double best = HUGE_VAL, ideal = 0;
+        double best = HUGE_VAL, ideal = 0, action_s = 0.02;
+        dt_schedule_costs costs = { .forward = action_s, .input = action_s, .weight = action_s };
         /* large messages stay in the sender's memory until the sleeping receiver wakes */
         c.what = LAYERS_WIDE;
         c.rows = MAX_ROWS;
@@ -989,8 +995,13 @@ static void test_duration(void) {
         if (k % DT_SCHEDULES == DT_SCHEDULE_NAIVE) c.micros = 2;
         config one = without_pipeline(c);
         if (!run_succeeds(&one, want, THREADS)) return;
-        for (int t = 0; t < TRIES && !(best <= 1.1 * ideal); t++) {
+        for (int t = 0; t < TRIES + SLOW_TRIES && !(best <= 1.1 * ideal); t++) {
             double end = 0;
+            if (t == TRIES) {
+                action_s *= fmin(slowdown(), 20);
+                costs.forward = costs.input = costs.weight = action_s;
+                best = HUGE_VAL;
+            }
             if (!run_succeeds(&c, got, k < DT_SCHEDULES ? THREADS : PROCS)) return;
             for (int i = 0; i < 4096; i++) end = got->spans[i].end > end ? got->spans[i].end : end;
             best = fmin(best, end);
@@ -1012,7 +1023,7 @@ static void check_failure(config c, int backend, dt_status status, const char *t
     CHECK_MSG(report.status == status && strstr(report.text, text),
         "%s: failure %d of stage %d at %d: %s, not '%s'", config_text(&c).s, c.fail, c.fail_stage,
         c.fail_micro, report.text, text);
-    CHECK_MSG(took < 10, "%s: it took %g s to end", config_text(&c).s, took);
+    CHECK_MSG(in_time(took, 10), "%s: it took %g s to end", config_text(&c).s, took);
 }
 
 static void test_failures(void) {
@@ -1167,7 +1178,7 @@ static void test_unlike(void) {
     static const char *const texts[UNLIKES] = { "clip 1",
         "b is tied over 'pp', where rank|has another one",
         "is tied over 'pp', where rank|has another one",
-        "a is tied over 'pp', where rank|other values",
+        "rank 1 starts from other values of a than rank 0",
         "b is tied over 'pp', where rank 1 has none" };
     for (int what = 0; what < UNLIKES; what++) {
         dt_report report;
@@ -1204,6 +1215,63 @@ static void test_named(void) {
     timed("backends", test_backends);
     timed("pace", test_duration);
     timed("many messages", test_many_messages);
+}
+
+/* ---- sequence parallelism without a norm: the weight half gathers an activation again ---- */
+
+typedef struct gathering {
+    int kind; /* the schedule */
+    dt_tensor *w[2];
+    dt_comm *tp;
+    float grad[2][2][2048]; /* of each tp rank of the last stage */
+} gathering;
+
+enum { GATHER_T = 8, GATHER_C = 32 };
+
+static dt_tensor *gathering_stage(dt_tensor *x, int stage, int micro, void *user) {
+    gathering *g = (gathering *)user;
+    dt_ctx *ctx = g->w[0]->ctx;
+    float data[2 * GATHER_T * GATHER_C];
+    dt_linear_desc plain = { 0, NULL };
+    for (int i = 0; i < 2 * GATHER_T * GATHER_C; i++)
+        data[i] = (float)((i * 7 + micro * 5 + dt_comm_rank(g->tp) * 3) % 17 - 8) / 9;
+    dt_shape shape = DT_SHAPE(2, GATHER_T, GATHER_C);
+    dt_tensor *h = dt_gelu(stage == 0 ? dt_input(ctx, DT_F32, shape, data) : x);
+    h = dt_column_linear(h, g->w[0], NULL, plain, g->tp, DT_SHARD(1));
+    h = dt_row_linear(dt_gelu(h), g->w[1], NULL, NULL, g->tp, DT_SHARD(1));
+    return stage == 0 ? h : dt_mse(h, dt_input(ctx, DT_F32, shape, data), 100);
+}
+
+static dt_status gathering_rank(dt_ctx *ctx, void *user) {
+    gathering *shared = (gathering *)user, g = { .kind = shared->kind };
+    dt_mesh mesh = dt_mesh_make(ctx, (dt_mesh_desc){ .tp = 2, .pp = 2 });
+    int stage = mesh.coord.pp;
+    g.tp = mesh.tp;
+    dt_stage(ctx, stage);
+    for (int k = 0; k < 2; k++) {
+        const char *names[2][2] = { { "0.up", "0.down" }, { "1.up", "1.down" } };
+        dt_param_desc d = { .shards = { { mesh.tp, k } } };
+        dt_shape full = k ? DT_SHAPE(GATHER_C, 64) : DT_SHAPE(64, GATHER_C);
+        g.w[k] = dt_param_at(ctx, names[stage][k], full, DT_NORMAL(0.2), d);
+    }
+    dt_zero *zero = dt_zero_make(ctx, (dt_zero_desc){ .mesh = &mesh });
+    dt_schedule *s =
+        dt_schedule_make(ctx, (dt_schedule_desc){ .kind = g.kind, .ranks = 2, .micros = 4 });
+    dt_pipe_run(
+        ctx, (dt_pipe_desc){ .schedule = s, .comm = mesh.pp, .run = gathering_stage, .user = &g });
+    for (int k = 0; k < 2; k++)
+        if (stage == 1) dt_zero_grad(zero, g.w[k], shared->grad[mesh.coord.tp][k]);
+    dt_schedule_free(s);
+    return dt_error(ctx);
+}
+
+static void test_gathered_again(void) {
+    static gathering one, zb;
+    one.kind = DT_SCHEDULE_1F1B;
+    zb.kind = DT_SCHEDULE_ZB;
+    CHECK(dt_run((dt_run_desc){ .ranks = 4 }, gathering_rank, &one) == DT_OK);
+    CHECK(dt_run((dt_run_desc){ .ranks = 4 }, gathering_rank, &zb) == DT_OK);
+    CHECK(one.grad[0][0][0] != 0 && memcmp(one.grad, zb.grad, sizeof one.grad) == 0);
 }
 
 int main(int argc, char **argv) {

@@ -920,6 +920,9 @@ static void test_refused(void) {
     expect_refused(d, "rank 0: dt_schedule_make(interleaved): groups of 4 do not split 17 "
                       "micro-batches for 4 ranks so "
                       "that each fills them; use 6 or 17");
+    d.ranks = d.micros = 5;
+    expect_refused(d, "rank 0: dt_schedule_make(interleaved): groups of 4 do not split 5 "
+                      "micro-batches for 5 ranks so that each fills them; use 5");
     d = (dt_schedule_desc){
         .ranks = 2, .micros = 1, .chunks = 2, .generate = generate_v, .stage_of = stage_used_twice
     };
@@ -973,7 +976,7 @@ static void test_memory(void) {
         dt_ctx_free(ctx);
         CHECK_MSG(blocks == 0, "allocation %ld: %ld blocks were not freed", at, blocks);
     }
-    CHECK_MSG(refused >= 10, "only %d allocations refused", refused);
+    CHECK_MSG(refused >= 8, "only %d allocations refused", refused);
 }
 
 // ==== 6. The simulator ==========================================================================

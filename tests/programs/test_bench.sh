@@ -11,7 +11,7 @@ bench() { # bench PROGRAM HEADER ROWS SUMMARY ARGS...: at least ROWS rows, and t
     columns=$(tr -cd , <<<"$header" | wc -c)
     $MAKE -s "$B/$program" >"$dir/out" 2>&1
     report $? "$program builds"
-    timeout 120 "$B/$program" "$@" >"$dir/out" 2>"$dir/err" </dev/null
+    timeout $((120 * SLOW)) "$B/$program" "$@" >"$dir/out" 2>"$dir/err" </dev/null
     report $? "$program $*: status 0"
     grep -v '^#' "$dir/out" >"$dir/csv"
     [ "$(head -n 1 "$dir/csv")" = "$header" ]
@@ -46,7 +46,7 @@ bench bench_train "$train" 1 \
 rss_ratio_f32 bf16_over_f32 ratio_pytorch_bf16 loss_difference_f32" --quick
 awk -F, '$4 <= 0 || $9 < 1 || $9 > 1000 { bad = 1 } END { exit bad || NR == 0 }' "$dir/rows"
 report $? "bench_train: tokens a second, and a memory of some megabytes"
-timeout 60 "$B/bench_train" --quick --profile >"$dir/out" 2>&1
+timeout $((60 * SLOW)) "$B/bench_train" --quick --profile >"$dir/out" 2>&1
 awk -F, '/^matmul/ { n++; sum += $4 } /^(other|idle),/ { n++ } END { exit !(n == 5 && sum > 0 && sum <= 1) }' "$dir/out"
 report $? "bench_train --profile: three kinds of matrix products, other and idle"
 comm="op,backend,ranks,bytes,us,busbw_gbs,peer,peer_us,ratio,buffers,bound_us,bound_share"

@@ -25,7 +25,7 @@ stall() { # stall NAME ARGS...
     mkfifo "$dir/$name.fifo"
     exec {held}<>"$dir/$name.fifo"
     head -c 57000 /dev/zero >&$held
-    { timeout -k 5 $limit "$B/train_gpt" $tiny --ranks 2 --timeout 10 --steps 100000 "$@" >"$dir/$name.fifo" \
+    { timeout -k 5 $((limit * SLOW)) "$B/train_gpt" $tiny --ranks 2 --timeout 10 --steps 100000 "$@" >"$dir/$name.fifo" \
           2>"$dir/$name.err"
       echo $? >"$dir/$name.status"; } </dev/null &
     children+=($!)
@@ -48,15 +48,15 @@ exec 9<>"$dir/err.fifo"
     report 1 "train_gpt saves a checkpoint"
 truncate -s 100 "$dir/muted/step-6/model.safetensors"
 head -c 65536 /dev/zero >&9
-{ timeout -k 5 $limit "$B/train_gpt" $tiny --quiet --ranks 2 --timeout 10 --steps 8 --resume "$dir/muted" \
+{ timeout -k 5 $((limit * SLOW)) "$B/train_gpt" $tiny --quiet --ranks 2 --timeout 10 --steps 8 --resume "$dir/muted" \
     --save "$dir/muted" >"$dir/mute.out" 2>"$dir/err.fifo"; echo $? >"$dir/mute.status"; } </dev/null &
 children+=($!)
-{ timeout -k 5 $limit "$B/train_gpt" $tiny --quiet --ranks 2 --timeout 10 --steps 100 --optimizer sgd --lr 1000 --clip 0 >"$dir/silent.out" \
+{ timeout -k 5 $((limit * SLOW)) "$B/train_gpt" $tiny --quiet --ranks 2 --timeout 10 --steps 100 --optimizer sgd --lr 1000 --clip 0 >"$dir/silent.out" \
     2>"$dir/err.fifo"; echo $? >"$dir/silent.status"; } </dev/null &
 children+=($!)
 mkfifo "$dir/log.fifo"
 exec 8<>"$dir/log.fifo"
-{ timeout -k 5 $limit "$B/train_gpt" $tiny --ranks 2 --timeout 10 --steps 100000 --quiet --log-csv "$dir/log.fifo" \
+{ timeout -k 5 $((limit * SLOW)) "$B/train_gpt" $tiny --ranks 2 --timeout 10 --steps 100000 --quiet --log-csv "$dir/log.fifo" \
     >"$dir/log.out" 2>"$dir/log.err"; echo $? >"$dir/log.status"; } </dev/null &
 children+=($!)
 
@@ -67,7 +67,7 @@ try 0 '' $tiny --steps 4 --ranks 2 --save "$dir/good" --log-csv "$dir/good.csv" 
 for closed in "<&-" ">&-" "2>&-" "<&- >&-" ">&- 2>&-" "<&- >&- 2>&-"; do
     for backend in threads procs; do
         rm -rf "$dir/shut" "$dir/shut.csv" "$dir/shut.bin"
-        eval 'timeout -k 5 $limit "$B/train_gpt" $tiny --steps 4 --ranks 2 --backend $backend --save "$dir/shut" \
+        eval 'timeout -k 5 $((limit * SLOW)) "$B/train_gpt" $tiny --steps 4 --ranks 2 --backend $backend --save "$dir/shut" \
             --save-every 1 --log-csv "$dir/shut.csv" --save-model "$dir/shut.bin" --generate 99 \
             </dev/null >"$dir/out" 2>"$dir/err" '"$closed"
         status=$?
@@ -84,7 +84,7 @@ done
 if [ -c /dev/full ]; then
     for x in --help --list-refused --print-config "$tiny --steps 2" "$tiny --dry-run" \
         "$tiny --steps 2 --quiet --generate 9"; do
-        timeout -k 5 $limit "$B/train_gpt" $x >/dev/full 2>"$dir/err" </dev/null
+        timeout -k 5 $((limit * SLOW)) "$B/train_gpt" $x >/dev/full 2>"$dir/err" </dev/null
         status=$?
         [ $status = 1 ] && only_error "$dir/err" '^error: rank 0: standard output: No space left on device$'
         report $? "status $status: $x into a full device"
@@ -96,7 +96,7 @@ fi
 for backend in threads procs; do
     for save in "" "--save $dir/head.$backend" \
         "--save $dir/behind.$backend --save-background on --save-every 1 --keep 2"; do
-        timeout -k 5 $limit "$B/train_gpt" $tiny --ranks 2 --steps 100000 --backend $backend $save \
+        timeout -k 5 $((limit * SLOW)) "$B/train_gpt" $tiny --ranks 2 --steps 100000 --backend $backend $save \
             2>"$dir/err" </dev/null |
             grep -m 1 '^step' >"$dir/out"
         status=${PIPESTATUS[0]}
@@ -119,7 +119,7 @@ done
 small() { # small KIB ARGS...: as try
     local kib=$1 want=$2 pattern=$3 status
     shift 3
-    (ulimit -f "$kib"; timeout -k 5 $limit "$B/train_gpt" "$@" >"$dir/out" 2>"$dir/err" </dev/null)
+    (ulimit -f "$kib"; timeout -k 5 $((limit * SLOW)) "$B/train_gpt" "$@" >"$dir/out" 2>"$dir/err" </dev/null)
     status=$?
     [ $status = "$want" ] && only_error "$dir/err" "$pattern"
     report $? "status $status, wanted $want and '$pattern': ulimit -f $kib; train_gpt $*"
@@ -137,22 +137,22 @@ rows() { cut -d, -f1 | tr '\n' ' '; }
 one="$tiny --ranks 2 --steps 6"
 try 0 '' $one --save "$dir/log" --log-csv "$dir/one.csv" --stop-at 3
 try 0 '' $one --resume "$dir/log" --log-csv /dev/null
-timeout -k 5 $limit "$B/train_gpt" $one --resume "$dir/log" --quiet --log-csv /dev/stdout 2>"$dir/err" </dev/null |
+timeout -k 5 $((limit * SLOW)) "$B/train_gpt" $one --resume "$dir/log" --quiet --log-csv /dev/stdout 2>"$dir/err" </dev/null |
     rows >"$dir/out"
 [ "$(cat "$dir/out")" = "step 4 5 6 " ]
 report $? "a resumed log on a pipe: $(cat "$dir/out")"
 echo mine >"$dir/mine"
-timeout -k 5 $limit "$B/train_gpt" $one --resume "$dir/log" --quiet --log-csv /dev/stdout >>"$dir/mine" \
+timeout -k 5 $((limit * SLOW)) "$B/train_gpt" $one --resume "$dir/log" --quiet --log-csv /dev/stdout >>"$dir/mine" \
     2>"$dir/err" </dev/null
 [ "$(rows <"$dir/mine")" = "mine step 4 5 6 " ]
 report $? "a log on standard output is appended to the file that standard output is: $(rows <"$dir/mine")"
-timeout -k 5 $limit "$B/train_gpt" $one --log-csv "$dir/both" >"$dir/both" 2>"$dir/err" </dev/null
+timeout -k 5 $((limit * SLOW)) "$B/train_gpt" $one --log-csv "$dir/both" >"$dir/both" 2>"$dir/err" </dev/null
 [ "$(grep -c '^step *[0-9]/6 ' "$dir/both")" = 6 ] && [ "$(grep -c '^[1-6],' "$dir/both")" = 6 ] &&
     grep -q '^log ' "$dir/both"
 report $? "a log in the file of standard output: neither overwrites the other"
 for backend in threads procs; do
     rm -rf "$dir/again"
-    DT_FAULT=exit:rank=1:seq=60 timeout -k 5 $limit "$B/train_gpt" $one --backend $backend --save "$dir/again" \
+    DT_FAULT=exit:rank=1:seq=60 timeout -k 5 $((limit * SLOW)) "$B/train_gpt" $one --backend $backend --save "$dir/again" \
         --save-every 2 --max-restarts 2 --quiet --log-csv /dev/stdout 2>"$dir/err" </dev/null | rows >"$dir/out"
     [ $backend = threads ] || grep -q '^restart 1 of 2' "$dir/err"
     [ $? = 0 ] && grep -Eq '^step 1 .*6 $' "$dir/out" && [ "$(grep -o step "$dir/out" | wc -l)" = 1 ]
@@ -162,11 +162,11 @@ mkfifo "$dir/fifo"
 try 2 "log-csv $dir/fifo: a FIFO without a reader" $one --log-csv "$dir/fifo"
 exec 9<>"$dir/fifo" # a reader, until it is closed
 try 0 '' $one --log-csv "$dir/fifo"
-timeout -k 5 $limit head -n 7 <&9 >"$dir/rows"
+timeout -k 5 $((limit * SLOW)) head -n 7 <&9 >"$dir/rows"
 exec 9<&-
 [ "$(rows <"$dir/rows")" = "step 1 2 3 4 5 6 " ]
 report $? "a log into a FIFO with a reader: $(rows <"$dir/rows")"
-timeout -k 5 $limit "$B/train_gpt" $tiny --steps 100000 --quiet --log-csv /dev/fd/7 7> >(head -n 2 >/dev/null) \
+timeout -k 5 $((limit * SLOW)) "$B/train_gpt" $tiny --steps 100000 --quiet --log-csv /dev/fd/7 7> >(head -n 2 >/dev/null) \
     2>"$dir/err" </dev/null
 status=$?
 [ $status = 1 ] && only_error "$dir/err" '^error: rank 0: --log-csv /dev/fd/7: Broken pipe$'

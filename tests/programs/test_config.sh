@@ -12,14 +12,14 @@ same() { # same JSON "ARGS" ARGS...: the file with the options of "ARGS" means t
     local beside=$2
     printf '%s\n' "$1" >"$dir/config.json"
     shift 2
-    timeout 60 "$B/train_gpt" $tiny --config "$dir/config.json" $beside --print-config >"$dir/got" 2>"$dir/err" &&
-        timeout 60 "$B/train_gpt" $tiny "$@" --print-config >"$dir/want" 2>>"$dir/err" && cmp "$dir/got" "$dir/want" >>"$dir/err" 2>&1
+    timeout $((60 * SLOW)) "$B/train_gpt" $tiny --config "$dir/config.json" $beside --print-config >"$dir/got" 2>"$dir/err" &&
+        timeout $((60 * SLOW)) "$B/train_gpt" $tiny "$@" --print-config >"$dir/want" 2>>"$dir/err" && cmp "$dir/got" "$dir/want" >>"$dir/err" 2>&1
     report $? "$(tr -s ' \n' ' ' <"$dir/config.json") $beside: differs from $*"
 }
 
 refused() { # refused LINE:COLUMN PATTERN JSON
     printf '%s\n' "$3" >"$dir/config.json"
-    timeout 60 "$B/train_gpt" $tiny --config "$dir/config.json" --print-config >"$dir/out" 2>"$dir/err"
+    timeout $((60 * SLOW)) "$B/train_gpt" $tiny --config "$dir/config.json" --print-config >"$dir/out" 2>"$dir/err"
     [ $? = 2 ] && [ "$(grep -c 'error: ' "$dir/err")" = 1 ] && grep -Eq -- "^error: (--config: )?$dir/config.json:$1: $2" "$dir/err"
     report $? "refused at $1 with '$2': $3"
 }
@@ -63,7 +63,7 @@ same "$adamw" "--ranks 2" --ranks 2 --zero 3 --dtype f16 --optimizer adamw $adam
 losses() { # losses NAME ARGS...: of 3 steps
     local name=$1
     shift
-    timeout 60 "$B/train_gpt" $tiny --ranks 2 "$@" --log-csv "$dir/$name.csv" >"$dir/$name.out" 2>"$dir/err" &&
+    timeout $((60 * SLOW)) "$B/train_gpt" $tiny --ranks 2 "$@" --log-csv "$dir/$name.csv" >"$dir/$name.out" 2>"$dir/err" &&
         [ "$(wc -l <"$dir/$name.csv")" = 4 ] && cut -d, -f1-4 "$dir/$name.csv" >"$dir/$name.losses"
 }
 for name in stage3 onebit adamw; do
@@ -116,6 +116,25 @@ report $? "the command line overrides the file"
 "$B/train_gpt" --print-config $tiny --ranks 4 --tp 2 --batch 24 --lr 3e-4 --warmup 5 --dtype bf16 --zero 1 >"$dir/printed" 2>"$dir/err"
 "$B/train_gpt" --config="$dir/printed" --print-config 2>>"$dir/err" | cmp -s - "$dir/printed"
 report $? "--config reads the output of --print-config"
+
+# ---- what the printed settings say
+
+settings() { # settings JSON ARGS: the printed settings of a run, in $dir/out
+    printf '%s' "$1" >"$dir/config.json"
+    shift
+    "$B/train_gpt" $tiny --config "$dir/config.json" "$@" --dry-run >"$dir/out" 2>"$dir/err"
+}
+settings '{"lr": 3e-4, "warmup": 1}' --beta1 0.8
+grep -q ' lr 0.0003+' "$dir/out" && grep -q 'warmup 1+' "$dir/out" && grep -q 'beta1 0.8\*' "$dir/out" &&
+    grep -q 'beta2 0.95 ' "$dir/out" && grep -q 'options \* given, + by --config, \$ by the environment' "$dir/out"
+report $? "the settings say which of flag, file and default set a value, and 3e-4 is 0.0003"
+offload="\"nvme_path\": \"$dir\"}, \"stage\": 1}, \"steps_per_print\": 10}"
+settings "{\"zero_optimization\": {\"offload_optimizer\": {\"device\": \"nvme\", $offload"
+grep -q 'ignored keys: steps_per_print$' "$dir/out"
+report $? "nvme_path is not ignored with device nvme"
+settings "{\"zero_optimization\": {\"offload_optimizer\": {\"device\": \"cpu\", $offload"
+grep -q 'ignored keys: steps_per_print zero_optimization.offload_optimizer.nvme_path$' "$dir/out"
+report $? "nvme_path is ignored with device cpu"
 
 # ---- invalid files ------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@
 # Commands run in a folder with only an input.txt; train_gpt makes 2 steps. A command with "# ends with status N"
 # must end with that status.
 cd "$(dirname "$0")/../.." || exit 1
+. tests/support/slow.sh
 B=${B:-build} MAKE=${MAKE:-make}
 ROOT=$PWD
 docs="README.md examples/README.md examples/launch/README.md tests/README.md"
@@ -27,7 +28,7 @@ commands=0
 while IFS=$'\t' read -r doc line; do
     commands=$((commands + 1)) want=0
     [[ $line =~ \#\ ends\ with\ status\ ([0-9]+) ]] && want=${BASH_REMATCH[1]}
-    (cd "$D" && timeout -k 5 300 bash -c "$line") >"$D/log" 2>&1 </dev/null
+    (cd "$D" && timeout -k 5 $((300 * SLOW)) bash -c "$line") >"$D/log" 2>&1 </dev/null
     status=$?
     if [ $status = "$want" ]; then good; else bad "$doc: status $status: $line" "$D/log"; fi
 done < <(awk -v OFS='\t' 'FNR == 1 { on = 0 } /^```sh/ { on = 1; next } /^```/ { on = 0 } on && NF { print FILENAME, $0 }' $docs)

@@ -489,7 +489,7 @@ static void configs(void) {
    the same global index. */
 static void load_sharded(const char *file, int rank) {
     dt_ctx *a = make_ctx(), *b = make_ctx();
-    dt_group two = { rank, 2 };
+    dt_group two = { rank, 2, NULL, NULL, 0 };
     gpt_config c = gpt_config_from(a, path_of(golden_folder, file));
     gpt full = gpt_register(a, c);
     int sharded = 0, wrong = 0;

@@ -7,7 +7,8 @@
 #   compile    each header, in C11 and C++17 with gcc and clang: declarations alone, declarations then implementation,
 #              implementation and use in two files, DT_STATIC in two files of one program; and with
 #              DT_NCCL_DLOPEN
-#   others     the same program under nvcc (.c and .cu) and for aarch64
+#   others     the same program under nvcc (.c and .cu) and for aarch64; with FULL=yes (make faults) optimised for aarch64,
+#              and dt_kernels.cu for a GPU without bf16
 #   symbols    no writable data, no names without dt_, every declared function is defined and no other, libc only through tables
 #   text       contents, tags of functions, line lengths, header lengths, function lengths, layout (.clang-format),
 #              examples' use of dt__
@@ -20,6 +21,7 @@
 # includes the others. A compiler that has compiled the implementation in one program only parses it in the next.
 self=$(cd "$(dirname "$0")" && pwd)/$(basename "$0")
 cd "$(dirname "$0")/../.." || exit 1
+. tests/support/slow.sh
 [ "$1" = -C ] && { cd "$2" || exit 1; shift 2; }
 ROOT=$PWD
 groups=${*:-others examples symbols compile text guards}
@@ -95,7 +97,11 @@ END
     cat <<END
 int $2_use(void);
 int $2_use(void) {
-    size_t     six = 6; /* sizes of any integer type */
+#ifdef __cplusplus
+    size_t six = 6; /* sizes of any integer type */
+#else
+    int64_t six = 6; /* in C, -Wconversion warns about others */
+#endif
     int        bad = dt_count(DT_SHAPE(six / 3, 3)) != 6 || DT_SHAPE(six / 3, 3).nd != 2;
     float      x[3] = { 1, 2, 3 };
     dt_ctx    *ctx = dt_ctx_make((dt_ctx_desc){ .seed = 1 });
@@ -123,7 +129,9 @@ END
 write_programs() { # write_programs HEADER DIR EXT
     local h=$1 d=$2 x=$3 gnu=$'#ifndef _GNU_SOURCE\n#define _GNU_SOURCE\n#endif'
     mkdir -p "$d"
-    echo "#include \"$h\"" >"$d/decl.$x"
+    { echo "#include \"$h\""
+      echo "static inline dt_init macros(int i) { return i ? DT_NORMAL(0.5) : i > 1 ? DT_ZEROS : DT_UNIFORM(1); }"
+      echo "double declared_use(void); double declared_use(void) { return macros(1).scale; }"; } >"$d/decl.$x"
     { echo "$gnu"; echo "#include \"$h\""; echo "#define DT_IMPLEMENTATION"; echo "#include \"$h\""
       use_text "$h" one; } >"$d/both.$x"
     echo "int one_use(void); int main(void) { return one_use(); }" >"$d/main.$x"
@@ -137,7 +145,7 @@ write_programs() { # write_programs HEADER DIR EXT
 build_and_run() { # build_and_run EXE COMPILE... : compiles, links, runs
     local exe=$1
     shift
-    "$@" -o "$exe" -lm -lpthread && timeout 60 "$exe"
+    "$@" -o "$exe" -lm -lpthread && timeout $((60 * SLOW)) "$exe"
 }
 
 # The object is kept: two_files links it with another file that uses the header.
@@ -178,13 +186,49 @@ nccl_at_run_time() {
         -DDT_NCCL -DDT_NCCL_DLOPEN -include nccl.h -include "${self%/*}/../cuda/cuda_on_cpu.h" -fsyntax-only -x c++ dt_kernels.cu
 }
 
+# DT_NO_KERNELS: no product is compiled, an op without a kernel says so, and what communication needs works.
+no_kernels() { # no_kernels DIR EXT COMPILE...
+    local d=$1 x=$2
+    shift 2
+    mkdir -p "$d"
+    cat >"$d/none.$x" <<'END'
+#define DT_IMPLEMENTATION
+#define DT_NO_KERNELS
+#include "dt_comm.h"
+#include <stdio.h>
+static dt_status rank(dt_ctx *ctx, void *user) {
+    float x[3] = { 1, 2, 3 }, sum = 0;
+    dt_tensor *t = dt_input(ctx, DT_F32, DT_SHAPE(3), x);
+    int *wrong = (int *)user;
+    if (dt_all_reduce(dt_world(ctx), x, &sum, 1, DT_F32, DT_SUM) != DT_OK || sum != 2) *wrong = 1;
+    if (!dt_slice(dt_cast(t, DT_F64), 0, 1, 2)) *wrong = 2;
+    if (dt_softmax(t)) *wrong = 3;
+    if (dt_error(ctx) == DT_ERR_UNSUPPORTED && !strstr(dt_error_text(ctx), "kernel softmax on cpu")) *wrong = 4;
+    return dt_error(ctx);
+}
+int main(void) {
+    int wrong = 0;
+    dt_run_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.ranks = 2;
+    dt_status status = dt_run(desc, rank, &wrong);
+    printf("status %s, wrong %d\n", dt_status_name(status), wrong);
+    return status != DT_ERR_UNSUPPORTED || wrong;
+}
+END
+    "$@" "$d/none.$x" -o "$d/none" -lm -lpthread && timeout $((60 * SLOW)) "$d/none" || return
+    if nm "$d/none" | grep -E 'dt__(matmul|attention|adamw|softmax)_(f32|f64)'; then echo "kernels in spite of DT_NO_KERNELS"; return 1; fi
+}
+
 group_compile() {
     local config cc std x h d flags i parse twos=()
     for config in $CONFIGS; do
         cc=${config%%:*} std=${config##*:}
         if ! have "$cc"; then skip "compile with $cc" "$cc is not installed"; continue; fi
         case $std in c++*) x=cc ;; *) x=c ;; esac
-        flags="-std=$std -O0 -Wall -Wextra -Wshadow -Wpedantic -Werror -I$ROOT"
+        flags="-std=$std -O0 -Wall -Wextra -Wshadow -Wconversion -Wpedantic -Werror -I$ROOT"
+        [[ " $HEADERS " != *" dt_comm.h "* || $std == gnu* ]] ||
+            job "$cc $std dt_comm.h: DT_NO_KERNELS" no_kernels "$T/none.$cc.$std" $x $cc $flags
         for h in $HEADERS; do
             d=$T/$cc.$std.$h
             write_programs "$h" "$d" $x
@@ -222,8 +266,8 @@ group_compile() {
 # ---- other compilers ------------------------------------------------------------------------------------------------
 
 on_aarch64() { # on_aarch64 DIR EMULATOR
-    aarch64-linux-gnu-gcc -std=c11 -O2 -static -Wall -Wextra -Wpedantic -Werror -I"$ROOT" "$1/both.c" "$1/main.c" \
-        -o "$1/both" -lm -lpthread && { [ -z "$2" ] || timeout 100 $2 "$1/both"; }
+    aarch64-linux-gnu-gcc -std=c11 ${FULL:+-O2} -static -Wall -Wextra -Wpedantic -Werror -I"$ROOT" "$1/both.c" "$1/main.c" \
+        -o "$1/both" -lm -lpthread && { [ -z "$2" ] || timeout $((100 * SLOW)) $2 "$1/both"; }
 }
 
 group_others() {
@@ -245,7 +289,7 @@ group_others() {
             kernels=$T/kernels.o
             job "nvcc: dt_kernels.cu within its budgets" tests/cuda/budget.sh -o "$kernels" 90a
             at=$((n_jobs - 1)) KERNELS_AT=$at libs="-lcublasLt -lnccl"
-            job "nvcc: dt_kernels.cu for a GPU without bf16" nvcc -arch=compute_75 -I"$ROOT" -ptx dt_kernels.cu -o "$T/75.ptx"
+            [ -z "$FULL" ] || job "nvcc: dt_kernels.cu for a GPU without bf16" nvcc -arch=compute_75 -I"$ROOT" -ptx dt_kernels.cu -o "$T/75.ptx"
         else
             skip "nvcc with CUDA" "dt_kernels.cu is not there"
         fi
@@ -443,7 +487,7 @@ group_text() {
         n=$(wc -l <"$h")
         : >"$log"
         most=6000
-        [ "$h" != dt_tensor.h ] || most=11900   # 2,100 of them read and write JSON and weight files
+        [ "$h" != dt_tensor.h ] || most=13200   # 2,100 of them read and write JSON and weight files, 700 place tensors
         [ "$h" != dt_comm.h ] || most=12000     # 4,500 of them are tcp, MPI, NCCL and the trace
         [ "$n" -le $most ] || echo "$n lines" >"$log"
         check "text $h: $n lines, at most $most" "$log"
@@ -515,7 +559,7 @@ strict_cc() { # strict_cc DIR
 }
 
 run_example() { # run_example DIR COMMAND: the command builds train.c to a.out in DIR
-    ( cd "$1" && sh -c "$2" && timeout 100 ./a.out >out.txt && [ -s out.txt ] || { cat out.txt 2>/dev/null; exit 1; } )
+    ( cd "$1" && sh -c "$2" && timeout $((100 * SLOW)) ./a.out >out.txt && [ -s out.txt ] || { cat out.txt 2>/dev/null; exit 1; } )
 }
 
 group_examples() {

@@ -4,11 +4,12 @@
 #
 # PYTHON is the program to use [python3]; without transformers and torch there the test is skipped.
 cd "$(dirname "$0")/../.." || exit 1
+. tests/support/slow.sh
 B=${B:-build} MAKE=${MAKE:-make} PYTHON=${PYTHON:-python3}
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
 if ! "$PYTHON" -c 'import torch, transformers, numpy' >/dev/null 2>&1; then
-    echo "SKIP test_hf: $PYTHON has no transformers and torch (PYTHON=... names another)"
+    echo "SKIP test_hf: $PYTHON has no transformers and torch (PYTHON=... names another)${NO_TORCH:+; $NO_TORCH}"
     echo "test_hf: 0 passed, 0 failed, 1 skipped"
     exit 0
 fi
@@ -31,8 +32,8 @@ for layout in "--arch gpt2 --ranks 4 --tp 2 --pp 2 --zero 0 --micro-batch 2" "--
     "--arch llama --kv-heads 2 --tie off --ranks 4 --dp 4 --zero 3"; do
     train="--layers 2 --width 32 --heads 4 --seq 32 --batch 8 --steps 4 --lr 1e-2 --quiet --data $dir/text $layout"
     rm -rf "$dir/saved"
-    timeout 60 "$B/train_gpt" $train --save "$dir/saved" --stop-at 3 >"$dir/said" 2>"$dir/err" &&
-        timeout 60 "$B/train_gpt" $train --resume "$dir/saved" --log-csv "$dir/next.csv" >"$dir/said" 2>"$dir/err" &&
+    timeout $((60 * SLOW)) "$B/train_gpt" $train --save "$dir/saved" --stop-at 3 >"$dir/said" 2>"$dir/err" &&
+        timeout $((60 * SLOW)) "$B/train_gpt" $train --resume "$dir/saved" --log-csv "$dir/next.csv" >"$dir/said" 2>"$dir/err" &&
         PYTHONDONTWRITEBYTECODE=1 "$PYTHON" tests/golden/next_loss.py "$dir/saved/step-3" "$dir/text" 32 24 8 \
             >"$dir/loss" 2>"$dir/err"
     hf=$(cat "$dir/loss" 2>/dev/null) next=$(tail -n 1 "$dir/next.csv" | cut -d, -f1,2)

@@ -23,7 +23,7 @@ now() { printf -v "$1" '%d' "${EPOCHREALTIME/./}"; } # microseconds
 until_in() { # until_in SECONDS COMMAND...: waits until COMMAND succeeds; 1 after SECONDS
     local end t
     now end
-    end=$((end + $1 * 1000000))
+    end=$((end + $1 * SLOW * 1000000))
     shift
     until "$@"; do
         now t
@@ -64,7 +64,7 @@ more_restarts() { [ "$(restarts)" -gt "$1" ] || gone $pid; }
 until_saving() { # waits until a save has begun, at most a second, without sleeping
     local end t=0
     now end
-    end=$((end + 1000000))
+    end=$((end + SLOW * 1000000))
     until [ $t -gt $end ] || there "$dir/killed/step-*.tmp" || gone $pid; do now t; done
 }
 
@@ -89,7 +89,7 @@ killed() { # killed N ARGS...: a run whose ranks are killed N times
     shift
     rm -rf "$dir/whole" "$dir/killed"
     name="$* --ranks 4"
-    timeout 60 "$B/train_gpt" $tiny --batch 8 --val "$dir/text" --eval-every 6 --steps $STEPS --ranks 4 --quiet "$@" \
+    timeout $((60 * SLOW)) "$B/train_gpt" $tiny --batch 8 --val "$dir/text" --eval-every 6 --steps $STEPS --ranks 4 --quiet "$@" \
         --save "$dir/whole" --log-csv "$dir/whole.csv" >"$dir/out" 2>"$dir/err" || { report 1 "$name"; return; }
     begin --batch 8 --val "$dir/text" --eval-every 6 --steps $STEPS --ranks 4 --backend procs --link-latency 1 "$@" \
         --save "$dir/killed" --log-csv "$dir/killed.csv" --max-restarts 999
@@ -105,7 +105,7 @@ killed() { # killed N ARGS...: a run whose ranks are killed N times
     report $? "$name: the temporary folder of a killed save is left"
     for f in "$dir/killed"/step-*; do # every checkpoint is complete, and equal to that of the undisturbed run
         rm -rf "$dir/copy"
-        timeout 60 "$B/train_gpt" $tiny --batch 8 --steps $STEPS --quiet "$@" --ranks 4 --resume "$f" --stop-at 1 \
+        timeout $((60 * SLOW)) "$B/train_gpt" $tiny --batch 8 --steps $STEPS --quiet "$@" --ranks 4 --resume "$f" --stop-at 1 \
             --save "$dir/copy" >"$dir/out" 2>"$dir/err" && same_end "$dir/copy" "$dir/killed" "${f##*-}" || bad=1
         [ ! -e "$dir/whole/${f##*/}" ] || same_end "$dir/whole" "$dir/killed" "${f##*-}" || bad=1
     done
@@ -167,7 +167,7 @@ term() { # term BACKEND WHO: SIGTERM to one process, or to all of them
     kill -TERM $at
     for p in "${children[@]}"; do ended_in 10 $p && [ $status = 143 ] || bad="$bad $status"; done
     now t1
-    [ -z "$bad" ] && [ $((t1 - t0)) -lt 5000000 ]
+    [ -z "$bad" ] && [ $((t1 - t0)) -lt $((5000000 * SLOW)) ]
     report $? "$what: status${bad:- 143} after $(((t1 - t0) / 1000)) ms, not 143 within 5 s"
     last=$(sed -n 's/^step *\([0-9]*\).*/\1/p' "$dir/out" | tail -n 1)
     [ "${last:-0}" -lt $STEPS ] && [ "$(newest "$dir/stop")" = "${last:-none}" ] &&
@@ -201,7 +201,7 @@ kill -TERM $pid
 now t0
 ended_in 10 $pid
 now t1
-[ $status = 143 ] && [ $((t1 - t0)) -lt 1000000 ] && [ "$(newest "$dir/stop")" = 0 ] && ! grep -q stopped "$dir/out"
+[ $status = 143 ] && [ $((t1 - t0)) -lt $((1000000 * SLOW)) ] && [ "$(newest "$dir/stop")" = 0 ] && ! grep -q stopped "$dir/out"
 report $? "the second SIGTERM: status $status after $(((t1 - t0) / 1000)) ms"
 begin --batch 8 --steps 9999 --ranks 2 --link-latency 5
 until_in 10 stepped 1
@@ -319,7 +319,7 @@ try 2 'min-ranks 3 of --ranks 2; use --min-ranks 2 or less' --ranks 2 --min-rank
 for x in "layers 3" "width 32" "heads 4" "kv-heads 1 --arch llama" "ffn 32" "seq 8" "vocab 300" "tie off" "experts 2" \
     "shuffle on" "seed 7" "optimizer adam" "dtype bf16" "arch llama --ffn 64"; do
     how="^error: --resume $dir/a: --(${x%% *}|arch) was .*, and is .* now: that would be a different training run"
-    timeout 20 "$B/train_gpt" $(sed "s/--${x%% *} [^ ]*//" <<<"$tiny") $small --${x} --resume "$dir/a" \
+    timeout $((20 * SLOW)) "$B/train_gpt" $(sed "s/--${x%% *} [^ ]*//" <<<"$tiny") $small --${x} --resume "$dir/a" \
         >"$dir/out" 2>"$dir/err"
     status=$?
     [ $status = 2 ] && [ "$(grep -c '^error' "$dir/err")" = 1 ] && grep -Eq -- "$how" "$dir/err"
@@ -337,7 +337,7 @@ done
     grep -q '^step *7/8' "$dir/out"
 report $? "the run prints all changed options: $(grep 'from here on' "$dir/out" | tr -s ' ' | tr '\n' ' ')"
 head -c 4000 README.md >"$dir/other"
-timeout 20 "$B/train_gpt" ${tiny/$dir\/text/$dir/other} $small --resume "$dir/a" >"$dir/out" 2>"$dir/err"
+timeout $((20 * SLOW)) "$B/train_gpt" ${tiny/$dir\/text/$dir/other} $small --resume "$dir/a" >"$dir/out" 2>"$dir/err"
 [ $? = 1 ] && grep -q 'trained on data of 5000 tokens, but this data has 4000$' "$dir/err"
 report $? "--resume refuses other data"
 printf 'damage' | dd of="$dir/a/step-6/model.safetensors" bs=1 seek=3000 conv=notrunc 2>/dev/null

@@ -13,6 +13,7 @@
 # because their arithmetic would take minutes. Last, mistakes planted in a copy of train_gpt.c must be reported.
 # KEEP=FILE: appends full reports to FILE. PARTS="mpi ladder": only these parts.
 cd "$(dirname "$0")/../.." || exit 1
+. tests/support/slow.sh
 B=${B:-build} MAKE=${MAKE:-make} full=${1:-}
 passed=0 failed=0 skipped=0
 D=$(mktemp -d)
@@ -160,7 +161,7 @@ until_in() { # until_in SECONDS COMMAND...: waits until COMMAND succeeds; 1 afte
 }
 
 # Waits for all of pids. Sets status to that of the first, or to another one's if that is 0. LIMIT_S ends jobs that hang.
-LIMIT_S=300
+LIMIT_S=$((300 * SLOW))
 end() {
     local p s
     for p in "${pids[@]}"; do
@@ -359,7 +360,7 @@ ladder() {
         rm -f "$D"/out* "$D"/err*
         set --
         [ ${f##*/} != 04_memory ] || set -- --width 300
-        timeout -s KILL 1800 "$f" "$@" >"$D/out0" 2>"$D/err0" </dev/null
+        timeout -s KILL $((1800 * SLOW)) "$f" "$@" >"$D/out0" 2>"$D/err0" </dev/null
         report $? "${f##*/}"
     done
 }

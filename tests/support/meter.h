@@ -150,6 +150,8 @@ static double get(const void *array, dt_dtype dtype, int64_t i) {
     return dtype == DT_F64   ? ((const double *)array)[i]
            : dtype == DT_F32 ? (double)((const float *)array)[i]
            : dtype == DT_I32 ? (double)((const int32_t *)array)[i]
+           : dtype == DT_U8  ? (double)((const uint8_t *)array)[i]
+           : dtype == DT_I64 ? (double)((const int64_t *)array)[i]
                              : from16(dtype, ((const uint16_t *)array)[i]);
 }
 
@@ -160,6 +162,10 @@ static void put(void *array, dt_dtype dtype, int64_t i, double value) {
         ((float *)array)[i] = (float)value;
     else if (dtype == DT_I32)
         ((int32_t *)array)[i] = (int32_t)value;
+    else if (dtype == DT_U8)
+        ((uint8_t *)array)[i] = (uint8_t)(int)value;
+    else if (dtype == DT_I64)
+        ((int64_t *)array)[i] = value < 0x1p63 ? (int64_t)value : INT64_MAX;
     else
         ((uint16_t *)array)[i] = to16(dtype, value);
 }

@@ -10,6 +10,7 @@ clean_up() {
 }
 trap clean_up EXIT
 trap 'exit 1' INT TERM
+. tests/support/slow.sh
 
 report() { # report STATUS TEXT: one check, which passes if STATUS is 0
     if [ "$1" = 0 ]; then passed=$((passed + 1)); return; fi
@@ -25,11 +26,12 @@ only_error() { # only_error FILE PATTERN: 0 if FILE has exactly one line "error:
 }
 
 # try STATUS PATTERN ARGS...: train_gpt must end with STATUS and, unless STATUS is 0, with one error line that matches
-# PATTERN. $common: further arguments; $limit: time limit in seconds.
+# PATTERN. $common: further arguments; $limit: time limit in seconds on an
+# idle machine.
 try() {
     local want=$1 pattern=$2 status
     shift 2
-    timeout -k 5 "${limit:-60}" "$B/train_gpt" $common "$@" >"$dir/out" 2>"$dir/err" </dev/null
+    timeout -k 5 $((${limit:-60} * SLOW)) "$B/train_gpt" $common "$@" >"$dir/out" 2>"$dir/err" </dev/null
     status=$?
     [ $status = "$want" ] && { [ "$want" = 0 ] || only_error "$dir/err" "$pattern"; }
     report $? "status $status, wanted $want and '$pattern': train_gpt $common $(printf '%q ' "$@")"

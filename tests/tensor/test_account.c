@@ -47,6 +47,7 @@ static pages resident(const char *begin, const char *end) {
 static pages counted(dt_ctx *ctx) {
     dt_memory m = dt_memory_used(ctx);
     pages p = { 0, 0 };
+    m.live[DT_MEM_TEMP] = 0; /* kernels touch only a part of their scratch */
     for (int i = 0; i < DT_MEM_CLASSES; i++)
         *(dt__is_heap_class((dt_mem)i) ? &p.heap : &p.private_bytes) += (double)m.live[i];
     return p;

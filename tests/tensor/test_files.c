@@ -615,7 +615,7 @@ static void test_json_bytes(void) {
         { "\xc3\xa9\xc3", "\"\xc3\xa9\\udcc3\"" }, { "\xe2\x82(", "\"\\udce2\\udc82(\"" },
         { "\xed\xb2\x80", "\"\\udced\\udcb2\\udc80\"" }, { "\xc0\xaf", "\"\\udcc0\\udcaf\"" },
         { "\xf0\x90\x80\x80\xf5", "\"\xf0\x90\x80\x80\\udcf5\"" } };
-    meter m;
+    meter m = { 0, 0, 0 };
     uint64_t random = 1;
     int right = 0, n = 0;
     dt_ctx *ctx = make_ctx(NULL, &m);
@@ -733,6 +733,39 @@ static void test_st_example(void) {
           says(ctx, "no conversion between I32 and f32"));
     CHECK(dt_weights_close(w) == DT_ERR_UNSUPPORTED);
     free_ctx(ctx, &fs, &m, "golden");
+    memory_clear(&fs);
+}
+
+/* Bytes and 64-bit integers are read and written without a conversion. */
+static void test_integers(void) {
+    static const int64_t wide[2] = { (1ll << 53) + 1, INT64_MIN };
+    static const uint8_t bytes[3] = { 0, 128, 255 };
+    memory_fs fs;
+    meter m = { 0, 0, 0 };
+    memset(&fs, 0, sizeof fs);
+    dt_ctx *ctx = make_ctx(&fs, &m);
+    dt_weights *w = dt_weights_create(ctx, "f", (dt_weights_desc){ 0 });
+    int b = dt_weights_declare(w, "bytes", DT_U8, DT_SHAPE(3)),
+        l = dt_weights_declare(w, "long", DT_I64, DT_SHAPE(2));
+    dt_weights_write(w, b, 0, 3, DT_U8, bytes);
+    dt_weights_write(w, l, 0, 2, DT_I64, wide);
+    CHECK_MSG(dt_weights_close(w) == DT_OK, "%s", dt_error_text(ctx));
+    w = dt_weights_open(ctx, "f");
+    b = dt_weights_find(w, "bytes"), l = dt_weights_find(w, "long");
+    const dt_weight *of_bytes = dt_weights_get(w, b), *of_long = dt_weights_get(w, l);
+    uint8_t got[3];
+    int64_t got_wide[2];
+    float f[3];
+    CHECK(of_bytes && of_bytes->readable && strcmp(of_bytes->type, "U8") == 0 &&
+          of_bytes->dtype == DT_U8 && of_long && strcmp(of_long->type, "I64") == 0 &&
+          of_long->dtype == DT_I64);
+    CHECK(dt_weights_read(w, b, 0, 3, DT_U8, got) == DT_OK && memcmp(got, bytes, 3) == 0);
+    CHECK(dt_weights_read(w, l, 0, 2, DT_I64, got_wide) == DT_OK &&
+          memcmp(got_wide, wide, sizeof wide) == 0);
+    CHECK(dt_weights_read(w, l, 0, 2, DT_F32, f) == DT_ERR_UNSUPPORTED &&
+          says(ctx, "no conversion between I64 and f32"));
+    dt_weights_close(w);
+    free_ctx(ctx, &fs, &m, "integers");
     memory_clear(&fs);
 }
 
@@ -1039,7 +1072,7 @@ static void test_reference_library(void) {
     if (want) dt_free(ctx, DT_MEM_HOST, want, want_bytes + 1);
     snprintf(path, sizeof path, "%s/files_types.safetensors", golden_folder);
     w = dt_weights_open(ctx, path);
-    CHECK(dt_weights_count(w) == 4 && !dt_weights_get(w, dt_weights_find(w, "long"))->readable &&
+    CHECK(dt_weights_count(w) == 4 && dt_weights_get(w, dt_weights_find(w, "long"))->readable &&
           strcmp(dt_weights_metadata(w, "made by"), "the reference library") == 0);
     free_ctx(mem, &fs, &m2, "golden");
     free_ctx(ctx, NULL, &m, "golden");
@@ -1261,7 +1294,7 @@ static void check_sharded_load(const layout *l, int which, int sharding, dt_dtyp
     put_layout(&fs, l);
     for (int rank = 0; rank < ranks; rank++) {
         meter m = { 0, 0, 0 };
-        dt_group group[3];
+        dt_group group[3] = { { 0 } };
         dt_param_desc desc;
         int left = rank, ok = 1;
         memset(&desc, 0, sizeof desc);
@@ -1358,7 +1391,7 @@ static void test_tiles(void) {
             memcpy(fs.file[0].data + 8 + strlen(header) + 4 * i, &v, 4);
         }
         for (int dim = 0; dim < 2; dim++) {
-            dt_group group = { 1, 2 };
+            dt_group group = { .rank = 1, .size = 2 };
             dt_param_desc desc;
             memset(&desc, 0, sizeof desc);
             desc.shards[0].comm = (dt_comm *)&group;
@@ -1421,7 +1454,7 @@ static void test_load_refused(void) {
     for (size_t i = 0; i < sizeof cases / sizeof *cases + 4; i++) {
         meter m = { 0, 0, 0 };
         dt_ctx *ctx = make_ctx(&fs, &m);
-        dt_group group = { 0, 2 };
+        dt_group group = { .rank = 0, .size = 2 };
         dt_param_desc desc;
         memset(&desc, 0, sizeof desc);
         size_t special = sizeof cases / sizeof *cases;
@@ -1949,6 +1982,7 @@ int main(int argc, char **argv) {
     test_json_bytes();
     test_json_keys();
     test_st_example();
+    test_integers();
     test_st_headers();
     test_st_refused();
     test_st_read();

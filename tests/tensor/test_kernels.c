@@ -972,11 +972,97 @@ static void bench_dropout(bench *b) {
         "dropout: %.3f of the values are kept with both of two keys", both / (ROWS * COLS));
 }
 
+/* Integers beyond 2^53, which no double represents, and results that wrap. */
+static void integers_wrap(void) {
+    static const struct {
+        dt_op op;
+        int64_t x[3], want;
+    } wide[] = { { DT_SUM, { INT64_MAX, 1, 0 }, INT64_MIN },
+        { DT_SUM, { (1ll << 53) + 1, 1ll << 53, 1 }, (1ll << 54) + 2 },
+        { DT_SUM, { INT64_MIN, -1, INT64_MIN }, -1 },
+        { DT_AVG, { INT64_MAX, INT64_MAX, INT64_MAX }, (INT64_MAX - 2) / 3 },
+        { DT_AVG, { -7, -7, -6 }, -6 }, { DT_MAX, { INT64_MAX - 1, INT64_MAX, 7 }, INT64_MAX },
+        { DT_MIN, { INT64_MIN + 1, INT64_MIN, 7 }, INT64_MIN },
+        { DT_PROD, { 3037000501, 3037000501, 1 }, -9223372030635300615ll },
+        { DT_PROD, { 94906267, 94906267, 3 }, 27021598547625867ll } };
+    static const struct {
+        dt_op op;
+        uint8_t x[3], want;
+    } bytes[] = { { DT_SUM, { 200, 100, 3 }, 47 }, { DT_AVG, { 100, 50, 30 }, 60 },
+        { DT_AVG, { 200, 100, 3 }, 15 }, { DT_MAX, { 127, 128, 255 }, 255 },
+        { DT_MIN, { 127, 128, 255 }, 127 }, { DT_PROD, { 16, 17, 3 }, 48 } };
+    for (size_t i = 0; i < sizeof wide / sizeof *wide; i++) {
+        int64_t out = 0;
+        const void *in[3] = { &wide[i].x[0], &wide[i].x[1], &wide[i].x[2] };
+        dt_reduce_args a = { DT_I64, &out, in, 3, 1, wide[i].op, NULL, 0, 0 };
+        CHECK(dt_kernels_cpu()->reduce(&a, NULL) == DT_OK);
+        CHECK_MSG(out == wide[i].want, "case %zu: %lld", i, (long long)out);
+    }
+    for (size_t i = 0; i < sizeof bytes / sizeof *bytes; i++) {
+        uint8_t out = 0;
+        const void *in[3] = { &bytes[i].x[0], &bytes[i].x[1], &bytes[i].x[2] };
+        dt_reduce_args a = { DT_U8, &out, in, 3, 1, bytes[i].op, NULL, 0, 0 };
+        CHECK(dt_kernels_cpu()->reduce(&a, NULL) == DT_OK);
+        CHECK_MSG(out == bytes[i].want, "bytes, case %zu: %d", i, out);
+    }
+    uint8_t one[256], average = 0; /* 256 does not fit into a byte */
+    const void *many[256];
+    for (int r = 0; r < 256; r++) one[r] = 1, many[r] = &one[r];
+    dt_reduce_args a = { DT_U8, &average, many, 256, 1, DT_AVG, NULL, 0, 0 };
+    CHECK(dt_kernels_cpu()->reduce(&a, NULL) == DT_OK && average == 0);
+    int64_t in[2] = { INT64_MAX, 2 }, out[2] = { 1, INT64_MAX }, filled[3] = { 0 };
+    dt_permute_args add = { DT_I64, out, in, { 1, { 2 } }, { 1 }, { 1 }, 1 };
+    CHECK(dt_kernels_cpu()->permute(&add, NULL) == DT_OK && out[0] == INT64_MIN &&
+          out[1] == INT64_MIN + 1);
+    dt_fill_args fill = { DT_I64, filled, 2, 1e30 };
+    CHECK(dt_kernels_cpu()->fill(&fill, NULL) == DT_OK && filled[1] == INT64_MAX && !filled[2]);
+}
+
+/* Casts of i64 round once, also beyond 2^53. */
+static void long_casts(void) {
+    static const struct {
+        int64_t x;
+        float as_f32;
+        double as_f64;
+    } cases[] = { { (1ll << 53) + 1, 0x1p53f, 0x1p53 }, { INT64_MAX, 0x1p63f, 0x1p63 },
+        { INT64_MIN, -0x1p63f, -0x1p63 }, /* just above half a unit of f32: */
+        { (1ll << 60) + (1ll << 36) + 1, 0x1.000002p60f, 0x1.000001p60 },
+        { -(1ll << 60) - (1ll << 36) - 1, -0x1.000002p60f, -0x1.000001p60 },
+        { (1ll << 60) + (1ll << 36), 0x1p60f, 0x1.000001p60 } };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        float f = 0;
+        double d = 0;
+        int64_t same = 0;
+        int32_t low = 0;
+        uint8_t byte = 7;
+        dt_cast_args a = { DT_F32, DT_I64, &f, &cases[i].x, 1, 0 };
+        CHECK(dt_kernels_cpu()->cast(&a, NULL) == DT_OK);
+        a.dtype = DT_F64, a.out = &d;
+        CHECK(dt_kernels_cpu()->cast(&a, NULL) == DT_OK);
+        a.dtype = DT_I64, a.out = &same;
+        CHECK(dt_kernels_cpu()->cast(&a, NULL) == DT_OK);
+        a.dtype = DT_I32, a.out = &low;
+        CHECK(dt_kernels_cpu()->cast(&a, NULL) == DT_OK);
+        a.dtype = DT_U8, a.out = &byte;
+        CHECK(dt_kernels_cpu()->cast(&a, NULL) == DT_OK);
+        CHECK_MSG(f == cases[i].as_f32 && d == cases[i].as_f64 && same == cases[i].x &&
+                      low == (cases[i].x > 0 ? INT32_MAX : INT32_MIN) &&
+                      byte == (cases[i].x > 0 ? 255 : 0),
+            "cast %lld: %a %a %lld %d %d", (long long)cases[i].x, (double)f, d, (long long)same,
+            low, byte);
+    }
+    double limits[4] = { 0x1p63, -0x1p63, 0x1.fffffffffffffp62, NAN };
+    int64_t got[4];
+    dt_cast_args a = { DT_I64, DT_F64, got, limits, 4, 0 };
+    CHECK(dt_kernels_cpu()->cast(&a, NULL) == DT_OK && got[0] == INT64_MAX && got[1] == INT64_MIN &&
+          got[2] == INT64_MAX - 1023 && got[3] == 0);
+}
+
 /* Every reduce operation in every type: in place, to three outputs of which two are inputs, and
    with streaming stores to three misaligned outputs. No memory outside of the outputs changes. */
 static void reductions(void) {
-    static const dt_dtype type[5] = { DT_F32, DT_F64, DT_I32, DT_BF16, DT_F16 };
-    for (int t = 0; t < 5; t++)
+    static const dt_dtype type[] = { DT_F32, DT_F64, DT_I32, DT_BF16, DT_F16, DT_I64 };
+    for (int t = 0; t < 6; t++)
         for (int op = DT_SUM; op <= DT_PROD; op++) {
             enum { N = 1100, INPUTS = 3 };
             double want[N];
@@ -996,7 +1082,7 @@ static void reductions(void) {
                     else
                         want[i] = op == DT_PROD ? want[i] * x : want[i] + x;
                     if (op != DT_AVG || r < INPUTS - 1) continue;
-                    want[i] = type[t] == DT_I32 ? floor(want[i] / 3) : want[i] / 3;
+                    want[i] = dt__integer(type[t]) ? floor(want[i] / 3) : want[i] / 3;
                     if (type[t] == DT_F32) want[i] = (double)(float)want[i];
                 }
                 for (int i = 0; i < N && r == INPUTS - 1 && is_narrow(type[t]); i++)
@@ -1033,6 +1119,7 @@ static void reductions(void) {
     CHECK(dt_kernels_cpu()->reduce(&wrap, NULL) == DT_OK && sum == INT32_MIN);
     wrap.n = 0;
     CHECK(dt_kernels_cpu()->reduce(&wrap, NULL) == DT_ERR_ARG);
+    integers_wrap();
     char from[24] = "abcdefghijklmnopqrstuvw", to[24] = "-----------------------";
     dt_copy_args copy = { to, from, 3, 2, 5, 7 };
     CHECK(dt_kernels_cpu()->copy(&copy, NULL) == DT_OK && !strcmp(to, "ab---hi---op-----------"));
@@ -1444,9 +1531,11 @@ static void casts(void) {
         -2147483648.0, -2147483649.0, INFINITY, -INFINITY, NAN, 16777217, 1.00390625, 1.01171875,
         1.0009765625, 1.00048828125, 3.4e38, 3.4028236e38 };
     enum { COUNT = sizeof values / sizeof *values, REPEAT = 40 };
-    static const dt_dtype types[5] = { DT_F32, DT_BF16, DT_F16, DT_F64, DT_I32 };
-    for (int f = 0; f < 5; f++)
-        for (int t = 0; t < 5; t++)
+    static const dt_dtype types[] = { DT_F32, DT_BF16, DT_F16, DT_F64, DT_I32, DT_U8, DT_I64 };
+    static const double least[] = { 0, 0, 0, 0, -2147483648.0, 0, -0x1p63 },
+                        most[] = { 0, 0, 0, 0, 2147483647.0, 255, 0x1p63 };
+    for (int f = 0; f < 7; f++)
+        for (int t = 0; t < 7; t++)
             for (int add = 0; add < 2; add++) {
                 size_t n = COUNT * REPEAT;
                 void *in = room(n * 8), *out = noise_array(types[t], n, 5),
@@ -1454,18 +1543,18 @@ static void casts(void) {
                 int wrong = 0;
                 for (size_t i = 0; i < n; i++) {
                     double x = values[i % COUNT];
-                    if (types[f] == DT_I32)
-                        x = isnan(x) ? 7 : fmax(fmin(x, 2147483647.0), -2147483648.0);
+                    if (dt__integer(types[f]))
+                        x = isnan(x) ? 7 : fmax(fmin(x, f == 6 ? 0x1p62 : most[f]), least[f]);
                     put(in, types[f], (int64_t)i, x);
                 }
                 dt_cast_args a = { types[t], types[f], out, in, n, add };
                 dt_status status = dt_kernels_cpu()->cast(&a, NULL);
-                CHECK(status == (add && types[t] == DT_I32 ? DT_ERR_UNSUPPORTED : DT_OK));
+                CHECK(status == (add && dt__integer(types[t]) ? DT_ERR_UNSUPPORTED : DT_OK));
                 for (size_t i = 0; i < n && status == DT_OK; i++) {
                     double x = get(in, types[f], (int64_t)i), one = 0;
                     if (add) x += get(old, types[t], (int64_t)i);
-                    if (types[t] == DT_I32)
-                        x = isnan(x) ? 0 : fmax(fmin(trunc(x), 2147483647.0), -2147483648.0);
+                    if (dt__integer(types[t]))
+                        x = isnan(x) ? 0 : fmax(fmin(trunc(x), most[t]), least[t]);
                     else if (types[t] == DT_F32)
                         x = (double)(float)x;
                     put(&one, types[t], 0, x);
@@ -1557,8 +1646,8 @@ static int nans(const void *x, dt_dtype t, int from, int to) {
     return n;
 }
 
-/* A NaN input makes exactly the outputs that depend on it NaN. Exceptions: max, topk and DT_MAX of
-   reduce skip a NaN that is not the first element, and the derivative of ReLU at NaN is 0. */
+/* A NaN input makes exactly the outputs that depend on it NaN. Exceptions: DT_MAX of reduce skips a
+   NaN that is not the first element, and the derivative of ReLU at NaN is 0. */
 static void nan_elementwise(bench *b) {
     void *x = array(b, N), *y = array(b, N), *z = array(b, 2 * N), *two = array(b, 2 * N);
     put(x, b->t, 40, NAN);
@@ -1619,6 +1708,45 @@ static void nan_elementwise(bench *b) {
           isnan(loss));
 }
 
+/* max and topk order NaNs as PyTorch's torch.max and torch.topk: the values are those of PyTorch 2,
+   for the rows and, of max, for columns. */
+static void nan_pick(bench *b) {
+    enum { ROWS = 5, COLS = 4, K = 3 };
+    const double n = NAN, i = INFINITY;
+    const double in[ROWS][COLS] = { { 1, n, 3, 2 }, { n, i, n, 5 }, { -i, -i, n, -i },
+        { 4, 3, 2, 1 }, { n, n, n, n } };
+    const double top[ROWS][K] = { { n, 3, 2 }, { n, n, i }, { n, -i, -i }, { 4, 3, 2 },
+        { n, n, n } };
+    const int32_t max_at[ROWS] = { 1, 0, 2, 0, 0 };
+    /* of equal elements, which PyTorch orders as it likes, the first */
+    const int32_t top_at[ROWS][K] = { { 1, 2, 3 }, { 0, 2, 1 }, { 2, 0, 1 }, { 0, 1, 2 },
+        { 0, 1, 2 } };
+    void *x = array(b, ROWS * COLS), *turned = array(b, ROWS * COLS), *y = array(b, ROWS * K);
+    int32_t index[ROWS * K];
+    for (int k = 0; k < ROWS * COLS; k++) {
+        put(x, b->t, k, in[k / COLS][k % COLS]);
+        put(turned, b->t, k, in[k % ROWS][k / ROWS]);
+    }
+    for (int columns = 0; columns < 2; columns++) {
+        dt_max_args max = { b->t, y, index, columns ? turned : x, columns ? 1 : ROWS, COLS,
+            columns ? ROWS : 1 };
+        OK(b->v->max(&max));
+        for (int r = 0; r < ROWS; r++)
+            CHECK_MSG(
+                index[r] == max_at[r] && (r == 3 ? get(y, b->t, r) == 4 : isnan(get(y, b->t, r))),
+                "max %s %s: row %d is element %d, %g", isa_name[b->isa], dt_dtype_name(b->t), r,
+                index[r], get(y, b->t, r));
+    }
+    dt_topk_args args = { b->t, y, index, x, ROWS, COLS, K };
+    OK(b->v->topk(&args));
+    for (int k = 0; k < ROWS * K; k++) {
+        double want = top[k / K][k % K], got = get(y, b->t, k);
+        CHECK_MSG(index[k] == top_at[k / K][k % K] && (isnan(want) ? isnan(got) : want == got),
+            "topk %s %s: place %d of row %d is element %d, %g", isa_name[b->isa],
+            dt_dtype_name(b->t), k % K, k / K, index[k], got);
+    }
+}
+
 static void nan_rows(bench *b) {
     size_t work_bytes =
         dt_row_work(C, b->t) + dt_matmul_work(C, C, b->t) + dt_attention_work(R, 3, b->t);
@@ -1665,12 +1793,14 @@ static void nan_rows(bench *b) {
 static void test_numbers(void) {
     conversions();
     casts();
+    long_casts();
     accuracy();
     far_values();
     for (int t = 0; t < 4; t++)
         for (int isa = 0; isa <= dt__best_isa(); isa++) {
             bench b = { .v = dt__variant_of(float_types[t], isa), .t = float_types[t], .isa = isa };
             nan_elementwise(&b);
+            nan_pick(&b);
             nan_rows(&b);
             while (b.n_all > 0) free(b.all[--b.n_all]);
         }

@@ -1532,8 +1532,8 @@ static void user_op_narrow(void) {
 
 /* dt_input and dt_read preserve every type, and the account counts its bytes. */
 static void types_in_and_out(void) {
-    static const dt_dtype types[5] = { DT_F32, DT_BF16, DT_F16, DT_F64, DT_I32 };
-    for (int t = 0; t < 5; t++) {
+    static const dt_dtype types[] = { DT_F32, DT_BF16, DT_F16, DT_F64, DT_I32, DT_U8, DT_I64 };
+    for (int t = 0; t < 7; t++) {
         meter m = METER;
         dt_ctx *ctx = open_ctx(&m);
         int64_t n = 100003;
@@ -1545,9 +1545,9 @@ static void types_in_and_out(void) {
                acts = dt_memory_used(ctx).live[DT_MEM_ACTS];
         CHECK_MSG(acts >= bytes && acts < bytes + 128, "%s: %zu bytes of activations",
             dt_dtype_name(types[t]), acts);
-        CHECK(dt_item(dt_input(
-                  ctx, types[t], DT_SCALAR, (char *)x + 7 * dt_dtype_size(types[t]))) == -93);
-        if (types[t] != DT_I32) {
+        CHECK(dt_item(dt_input(ctx, types[t], DT_SCALAR,
+                  (char *)x + 7 * dt_dtype_size(types[t]))) == (types[t] == DT_U8 ? 163 : -93));
+        if (!dt__integer(types[t])) {
             double three = 0;
             dt_tensor *a;
             put(&three, types[t], 0, 3);
@@ -1560,6 +1560,34 @@ static void types_in_and_out(void) {
         free(y);
         close_good(ctx, &m, dt_dtype_name(types[t]));
     }
+}
+
+/* Functions that move elements take bytes and 64-bit integers, and keep all their bits. */
+static void integers_move(void) {
+    static const uint8_t bytes[6] = { 0, 1, 127, 128, 254, 255 };
+    static const int64_t wide[6] = { INT64_MIN, -1, (1ll << 53) + 1, 7, INT64_MAX - 1, INT64_MAX };
+    meter m = METER;
+    dt_ctx *ctx = open_ctx(&m);
+    dt_tensor *b = dt_input(ctx, DT_U8, DT_SHAPE(2, 3), bytes),
+              *w = dt_input(ctx, DT_I64, DT_SHAPE(2, 3), wide), *pair[2];
+    uint8_t eight[12];
+    int64_t long_ones[12];
+    pair[0] = dt_slice(b, 1, 1, 2), pair[1] = dt_slice(b, 1, 0, 1);
+    dt_tensor *turned = dt_transpose(dt_reshape(b, DT_SHAPE(3, 2)), 0, 1);
+    CHECK(dt_read(dt_concat(pair, 2, 1), eight) == DT_OK && eight[0] == 1 && eight[2] == 0 &&
+          eight[3] == 254 && eight[5] == 128);
+    CHECK(dt_read(turned, eight) == DT_OK && eight[0] == 0 && eight[1] == 127 && eight[3] == 1);
+    pair[0] = dt_slice(w, 1, 1, 2), pair[1] = dt_slice(w, 1, 0, 1);
+    CHECK(dt_read(dt_concat(pair, 2, 1), long_ones) == DT_OK && long_ones[1] == wide[2] &&
+          long_ones[2] == INT64_MIN && long_ones[4] == INT64_MAX);
+    CHECK(dt_read(dt_transpose(w, 0, 1), long_ones) == DT_OK && long_ones[4] == wide[2] &&
+          long_ones[5] == INT64_MAX);
+    CHECK(dt_read(dt_cast(w, DT_I64), long_ones) == DT_OK &&
+          memcmp(long_ones, wide, sizeof wide) == 0);
+    CHECK(dt_read(dt_cast(w, DT_U8), eight) == DT_OK && eight[0] == 0 && eight[3] == 7 &&
+          eight[5] == 255);
+    CHECK(dt_cast(b, DT_F32) && !dt_cast(b, DT_F32)->needs_grad);
+    close_good(ctx, &m, "bytes and 64-bit integers");
 }
 
 /* The result of an op in a 16-bit type is the f32 result, rounded once. */
@@ -1689,6 +1717,7 @@ static void test_narrow(void) {
     narrow_accumulation(DT_F16);
     user_op_narrow();
     types_in_and_out();
+    integers_move();
     rounded_once();
 }
 
@@ -1734,6 +1763,11 @@ ROW(rmsnorm, dt_rmsnorm(p->x, p->w, 0))
 ROW(rmsnorm_null, dt_rmsnorm(p->x, NULL, 0))
 ROW(layernorm_null, dt_layernorm(p->x, p->w, NULL, 0))
 ROW(softmax, dt_softmax(p->ints))
+ROW(softmax_bytes, dt_softmax(dt_cast(p->ints, DT_U8)))
+ROW(add_long, dt_add(dt_cast(p->ints, DT_I64), dt_cast(p->ints, DT_I64)))
+ROW(param_long,
+    dt_param_at(p->ctx, "long", DT_SHAPE(3), DT_ZEROS, (dt_param_desc){ .dtype = DT_I64 }))
+ROW(grad_bytes, dt_require_grad(dt_cast(p->ints, DT_U8)))
 ROW(affine, dt_affine(p->ints, 1, 1))
 ROW(swiglu, dt_swiglu(p->x))
 ROW(swiglu_ints, dt_swiglu(zero_ids(p->ctx, DT_SHAPE(2, 3))))
@@ -1850,6 +1884,10 @@ static const struct row {
     { r_softmax, DT_ERR_SHAPE, { "dt_softmax", "not for integers" } },
     { r_affine, DT_ERR_SHAPE, { "dt_affine", "not for integers" } },
     { r_swiglu, DT_ERR_SHAPE, { "dt_swiglu", "(3,4)" } },
+    { r_softmax_bytes, DT_ERR_SHAPE, { "dt_softmax", "u8 (3): not for integers" } },
+    { r_add_long, DT_ERR_SHAPE, { "dt_add", "i64" } },
+    { r_param_long, DT_ERR_ARG, { "dt_param(long): type i64; use f32" } },
+    { r_grad_bytes, DT_ERR_ARG, { "integers have no gradient" } },
     { r_swiglu_ints, DT_ERR_SHAPE, { "dt_swiglu(dt_input)", "not for integers" } },
     { r_swiglu_flat, DT_ERR_SHAPE, { "dt_swiglu", "(12)" } },
     { r_mul, DT_ERR_SHAPE, { "(3,4)", "(3,5)" } },

@@ -24,6 +24,7 @@ static int some_threads(
 #define DT_IMPLEMENTATION
 #include "dt_zero.h"
 #include "tests/support/check.h"
+#include "tests/support/jitter.h"
 #include "tests/zero/disk_sim.h"
 #include <sys/wait.h>
 #include <unistd.h>
@@ -533,7 +534,8 @@ static void check_outcome(job *j, disk *d, const char *what, int want) {
         failed, j->report.text);
     CHECK_MSG(j->result == (good ? DT_OK : DT_ERR_IO), "%s: %s: %s", what,
         dt_status_name(j->result), j->report.text);
-    CHECK_MSG(j->took_s < 4.5, "%s: ended after %.1f s: %s", what, j->took_s, j->report.text);
+    CHECK_MSG(
+        in_time(j->took_s, 4.5), "%s: ended after %.1f s: %s", what, j->took_s, j->report.text);
     CHECK_MSG(d->open == 0, "%s: %d descriptors left open", what, d->open);
     CHECK_MSG(want != MUST_FAIL || !good, "%s: the save succeeded", what);
     CHECK_MSG(want != MUST_SUCCEED || good, "%s: the save failed: %s", what, j->report.text);
@@ -793,7 +795,7 @@ static void damage_for_all(const disk *before, int ranks, int file) {
         n->data[byte] ^= 16;
         CHECK_MSG(j.result == DT_OK && j.loaded == 1, "%s, byte %zu: %d ranks load step %lld: %s",
             files[file], byte, ranks, (long long)j.loaded, j.report.text);
-        CHECK_MSG(j.took_s < 4.5, "the load took %.1f s", j.took_s);
+        CHECK_MSG(in_time(j.took_s, 4.5), "the load took %.1f s", j.took_s);
     }
     disk_free(&d);
 }
@@ -1093,7 +1095,7 @@ static void no_answer(void) {
     double begin = host.now(host.user);
     dt_status status = dt_run(desc, no_answer_rank, &j);
     double took = host.now(host.user) - begin;
-    CHECK_MSG(took < 4, "the job ended only after %.1f s", took);
+    CHECK_MSG(in_time(took, 4), "the job ended only after %.1f s", took);
     CHECK_MSG(status == DT_ERR_TIMEOUT && strstr(j.report.text, "rank 1: ck/step-1.") &&
                   strstr(j.report.text, ".tmp/model.safetensors: fsync: no answer from the disk "
                                         "within 0.8 s"),

@@ -12,6 +12,7 @@
 #include "dt_zero.h"
 #include "examples/gpt.h"
 #include "tests/support/check.h"
+#include "tests/support/jitter.h"
 #include <sys/stat.h>
 
 enum { RANKS = 6, STEPS = 3, T = 8, SIDE = 12, TALL = 70 };
@@ -354,8 +355,8 @@ static void run_steps(job *j, gpt *model, dt_zero *zero, const dt_mesh *mesh) {
         for (int m = 0; m < j->accum; m++) micro_batch(model, j, step, m, mesh->replica);
         if (!j->unseen) s->digest[step][GRADS] = digest_of(ctx, zero, GRADS);
         dt_step_info info = dt_zero_step(zero, 0.01 * (step + 1));
+        s->done = (int)info.step; /* the comparison of replicas may fail after a completed step */
         if (dt_error(ctx) != DT_OK) break;
-        s->done = (int)info.step;
         double both[2] = { info.grad_norm, info.clip_scale };
         s->digest[step][NORM] = digest(1, both, sizeof both);
         s->kept[step + 1] = kept_digest(ctx);
@@ -418,7 +419,7 @@ static dt_report run_job(job *j, double timeout_s) {
                .report = &report },
         offload_main, j);
     double took = dt_host_default()->now(NULL) - begin;
-    CHECK_MSG(took < 0.6 * timeout_s, "%.1f s", took);
+    CHECK_MSG(in_time(took, 0.6 * timeout_s), "%.1f s", took);
     CHECK_MSG(c->live == 0, "%d blocks were not freed", c->live);
     for (int r = 0; j->disk && r < j->ranks; r++) {
         CHECK_MSG(j->disk->file[r].open == 0, "rank %d has not closed its file", r);
@@ -784,7 +785,7 @@ static void test_no_answer(int op, long at) {
             .ranks = 2, .timeout_s = 1, .host = &c->host, .io = &disk->io, .report = &report },
         at ? offload_main : failing_main, &j);
     double took = dt_host_default()->now(NULL) - begin;
-    CHECK_MSG(took < 10, "%.1f s", took);
+    CHECK_MSG(in_time(took, 10), "%.1f s", took);
     CHECK_MSG(
         report.status == DT_ERR_TIMEOUT && (report.rank == 1 || strstr(report.text, "rank 1")),
         "%s", report.text);
@@ -896,14 +897,16 @@ static double fastest_step(int all, double disk_s, double compute_s) {
 
 /* Other load on the machine can only make a run slower, so the fastest of several rounds counts. */
 static void test_overlap(int all) {
-    enum { ROUNDS = 10 };
+    enum { ROUNDS = 10, MOST_ROUNDS = 30 };
     double compute_s = all ? 3 * slow_s : 2 * slow_s, compute = 1e9, io = 1e9, both = 1e9;
     int round = 0, hidden = 0;
-    while (round++ < ROUNDS && !hidden) {
+    while (round++ < MOST_ROUNDS && !hidden) {
         compute = fmin(compute, fastest_step(all, 0, compute_s));
         io = fmin(io, fastest_step(all, slow_s, 0));
         both = fmin(both, fastest_step(all, slow_s, compute_s));
-        hidden = both <= fmax(compute, io) + 0.3 * fmin(compute, io);
+        /* under load a step takes a few scheduling gaps longer */
+        double less = fmin(compute, io), slack_s = round < ROUNDS ? 0 : 8 * jitter_s();
+        hidden = both <= fmax(compute, io) + 0.3 * less + fmin(slack_s, 0.3 * less);
     }
     printf("%s: %.1f ms of computation, %.1f ms of disk time, %.1f ms together\n",
         all ? "forward and backward, all on disk" : "update, state on disk", 1e3 * compute,

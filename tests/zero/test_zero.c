@@ -1360,7 +1360,8 @@ static void check_nan(const made *set, int params, dt_mesh_desc mesh, int stage,
     snprintf(name, sizeof name, "NaN in %s on rank %d of dp %d x tp %d at stage %d, step %d", param,
         rank, w.mesh.dp, w.mesh.tp, stage, step);
     dt_report report = run(w.ranks, world_main, &w);
-    CHECK_MSG(report.status == DT_ERR_NUMERIC, "%s: %s", name, dt_status_name(report.status));
+    CHECK_MSG(report.status == DT_ERR_NUMERIC && report.rank == rank, "%s: %s", name, report.text);
+    CHECK_MSG(strstr(report.text, "in the rank's own gradient"), "%s: '%s'", name, report.text);
     CHECK_MSG(strstr(report.text, param) != NULL, "%s: '%s'", name, report.text);
     char number[16];
     snprintf(number, sizeof number, "step %d", step);
