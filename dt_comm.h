@@ -1068,7 +1068,7 @@ typedef struct dt__wait_report {
 typedef struct dt__shared {
     int ranks;
     int spins;   /* iterations of the spin phase of a wait; 0 if there are more ranks than cores */
-    int claimed; /* 2 + the rank that fills first_failure, 1: the supervisor does, 0: nobody yet */
+    int claimed; /* 2 + the rank that fills first_failure, 1: the supervisor does, 0: no one yet */
     int aborted; /* the abort word (section 9) */
     int ended;   /* number of ranks of this range that have ended */
     /* 1 if ranks are processes, which can access only this range of each other's memory; else 0 */

@@ -2880,7 +2880,7 @@ dt_tensor *dt_expert_linear(
 
 /* ---- public functions: each opens its call site and runs ---- */
 
-/* Defines dt_NAME, which runs dt__NAME with the call site that the macro of section 10 has set;
+/* Defines dt_NAME, which runs dt__NAME with the call site that the macro dt_NAME has set;
    `first` is an argument that knows the context. */
 #define DT__DEFINE_AT_SITE(name, first, parameters, ...) \
     dt_tensor *(dt_##name)parameters { \

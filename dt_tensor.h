@@ -1247,7 +1247,7 @@ struct dt_tensor { /* your code may read and print a tensor; only ops write it *
        in the arena of its block's gradients */
     int transient_grad;
     int read_by_weights; /* 1 if the weight half of an op's backward reads the data */
-    size_t reserved;     /* if the number of rows depends on the data: bytes for the most rows */
+    size_t reserved;     /* bytes for the largest possible number of rows, if it varies; else 0 */
 };
 
 typedef struct dt_init {
@@ -2729,10 +2729,11 @@ struct dt_ctx {
     /* free arenas for the data of recomputed blocks */
     dt__arena *recompute_pool;
     int n_arenas; /* number of arenas that both pools have made */
-    /* 1 between dt_dispatch and dt_combine, where the number of rows depends on the data: a tensor
-       of so many rows gets memory for the most rows, so the memory does not depend on the data */
+    /* 1 between dt_dispatch and dt_combine, where the number of rows depends on the routing. A
+       tensor with `rows` rows then gets memory for max_rows rows, so that every step needs the same
+       memory */
     int varying_rows;
-    int64_t rows;     /* the number of rows */
+    int64_t rows;     /* the number of rows in this step */
     int64_t max_rows; /* the largest possible number of rows; 0 if it is not known */
     /* fingerprint of the ops that the current block has recorded; 0 if there are none */
     uint64_t fingerprint;
@@ -2740,7 +2741,7 @@ struct dt_ctx {
     int micro, micro_count;
     int no_grad;
     double loss_scale;
-    int64_t steps; /* number of dt_clear_grads calls, of which a step has one */
+    int64_t steps; /* number of dt_clear_grads calls so far; every training step makes one call */
     /* call sites: next_site of the next operation, as its macro has set it; site of the public
        function that runs now, which all its operations share. NULL files if not known */
     dt_site next_site, site;

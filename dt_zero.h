@@ -948,18 +948,14 @@ static dt_status dt__zero_bucket_make(dt_zero *zero, dt__zero_bucket *z) {
     return dt_error(ctx);
 }
 
-static dt_status dt__gather_doubles(dt_comm *comm, double *all, double mine);
+static size_t dt__max_over_ranks(dt_zero *zero, dt_comm *comm, size_t mine);
 
 /* Sets each bucket's pipeline_index: numbers the buckets of all pipeline stages, by stage, then by
    order of registration. */
 static dt_status dt__pipeline_indices(dt_zero *zero) {
     dt_comm *pp = zero->mesh.pp;
-    size_t ranks = (size_t)dt_comm_size(pp), stages = 1;
-    double *all = (double *)dt_alloc(zero->ctx, DT_MEM_HOST, ranks * sizeof *all, "stages");
-    if (all && dt__gather_doubles(pp, all, zero->n_stages) == DT_OK)
-        for (size_t r = 0; r < ranks; r++)
-            stages = (size_t)all[r] > stages ? (size_t)all[r] : stages;
-    dt_free(zero->ctx, DT_MEM_HOST, all, ranks * sizeof *all);
+    size_t stages = dt__max_over_ranks(zero, pp, (size_t)zero->n_stages);
+    if (stages == 0) return dt_error(zero->ctx);
     double *buckets = (double *)dt_alloc(
         zero->ctx, DT_MEM_HOST, stages * sizeof *buckets, "buckets of each stage");
     if (!buckets) return dt_error(zero->ctx);
@@ -1124,6 +1120,16 @@ static dt_status dt__gather_doubles(dt_comm *comm, double *all, double mine) {
     return dt_sum_doubles(comm, all, (size_t)dt_comm_size(comm));
 }
 
+/* Returns the largest value of `mine` on the ranks of a group; 0 after a failure. */
+static size_t dt__max_over_ranks(dt_zero *zero, dt_comm *comm, size_t mine) {
+    size_t ranks = (size_t)dt_comm_size(comm), max = 0, bytes = ranks * sizeof(double);
+    double *all = (double *)dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "comparing ranks");
+    if (all && dt__gather_doubles(comm, all, (double)mine) == DT_OK)
+        for (size_t r = 0; r < ranks; r++) max = (size_t)all[r] > max ? (size_t)all[r] : max;
+    dt_free(zero->ctx, DT_MEM_HOST, all, bytes);
+    return max;
+}
+
 /* The first digest that differs between the ranks of a group: its index, the first rank of the
    group on which it is not that of rank 0, and the number of these ranks. */
 typedef struct dt__difference {
@@ -1188,14 +1194,9 @@ static dt_status dt__items_fail(
 /* Compares the optimizer and the parameters' descriptions over a group. */
 static dt_status dt__compare_items(dt_zero *zero, dt_comm *comm, int kind) {
     dt_ctx *ctx = zero->ctx;
-    size_t ranks = (size_t)dt_comm_size(comm), n = 0;
     dt__difference found;
-    if (ranks == 1) return DT_OK;
-    double *counts =
-        (double *)dt_alloc(ctx, DT_MEM_HOST, ranks * sizeof *counts, "comparing ranks");
-    if (counts && dt__gather_doubles(comm, counts, dt_param_count(ctx) + 1) == DT_OK)
-        for (size_t r = 0; r < ranks; r++) n = (size_t)counts[r] > n ? (size_t)counts[r] : n;
-    dt_free(ctx, DT_MEM_HOST, counts, ranks * sizeof *counts);
+    if (dt_comm_size(comm) == 1) return DT_OK;
+    size_t n = dt__max_over_ranks(zero, comm, (size_t)dt_param_count(ctx) + 1);
     uint64_t *digests =
         n ? (uint64_t *)dt_alloc(ctx, DT_MEM_HOST, n * sizeof *digests, "comparing ranks") : NULL;
     for (size_t i = 0; i < n && digests; i++) digests[i] = dt__item_digest(zero, (int)i, kind);
@@ -1470,25 +1471,19 @@ static dt_status dt__compare_tied(dt_zero *zero) {
     dt_comm *pp = zero->mesh.pp;
     size_t ranks = (size_t)dt_comm_size(pp), me = (size_t)dt_comm_rank(pp),
            n = (size_t)dt_param_count(zero->ctx);
-    double max_count = 0;
     if (ranks == 1) return DT_OK;
-    double *counts =
-        (double *)dt_alloc(zero->ctx, DT_MEM_HOST, ranks * sizeof *counts, "comparing stages");
-    if (counts && dt__gather_doubles(pp, counts, (double)n) == DT_OK)
-        for (size_t r = 0; r < ranks; r++)
-            max_count = counts[r] > max_count ? counts[r] : max_count;
-    dt_free(zero->ctx, DT_MEM_HOST, counts, ranks * sizeof *counts);
-    size_t bytes = ranks * (size_t)max_count * sizeof(dt__tied_param);
+    size_t max_count = dt__max_over_ranks(zero, pp, n),
+           bytes = ranks * max_count * sizeof(dt__tied_param);
     dt__tied_param *all =
         (dt__tied_param *)dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "comparing stages");
     if (!all) return dt_error(zero->ctx);
     memset(all, 0, bytes);
-    dt__tied_param *mine = all + me * (size_t)max_count;
+    dt__tied_param *mine = all + me * max_count;
     for (size_t u = 0; u < n; u++)
         if (dt__param_tied_group(zero, (int)u)) mine[u] = dt__tied_param_of(zero, (int)u);
     dt_sum_doubles(pp, (double *)all, bytes / sizeof(double));
     for (size_t r = 0; r < ranks && dt_error(zero->ctx) == DT_OK; r++)
-        dt__tied_agree(zero, mine, all + r * (size_t)max_count, (size_t)max_count, (int)r);
+        dt__tied_agree(zero, mine, all + r * max_count, max_count, (int)r);
     dt_free(zero->ctx, DT_MEM_HOST, all, bytes);
     return dt_error(zero->ctx);
 }
@@ -1526,14 +1521,10 @@ static dt_status dt__compare_stages(dt_zero *zero) {
     dt_ctx *ctx = zero->ctx;
     dt_comm *pp = zero->mesh.pp;
     int n = dt_param_count(ctx), me = dt_comm_rank(pp);
-    size_t ranks = (size_t)dt_comm_size(pp), max_count = 0;
+    size_t ranks = (size_t)dt_comm_size(pp);
     if (ranks == 1) return DT_OK;
-    double *counts = (double *)dt_alloc(ctx, DT_MEM_HOST, ranks * sizeof *counts, "the stages");
-    if (counts && dt__gather_doubles(pp, counts, n) == DT_OK)
-        for (size_t r = 0; r < ranks; r++)
-            if (counts[r] > (double)max_count) max_count = (size_t)counts[r];
-    dt_free(ctx, DT_MEM_HOST, counts, ranks * sizeof *counts);
-    size_t bytes = ranks * max_count * sizeof(double);
+    size_t max_count = dt__max_over_ranks(zero, pp, (size_t)n),
+           bytes = ranks * max_count * sizeof(double);
     double *all = bytes ? (double *)dt__host_zeroed(ctx, bytes, "the stages") : NULL;
     if (!all) return dt_error(ctx);
     for (int i = 0; i < n; i++)
@@ -1599,7 +1590,8 @@ static dt_status dt__compare_replicas(dt_zero *zero, const char *what) {
     return dt_error(ctx);
 }
 
-/* A checkpoint or an exported file holds one copy of what several ranks hold. */
+/* Compares replicas before a checkpoint or an export, because its file holds only one of the
+   copies. */
 static dt_status dt__compare_before_save(dt_zero *zero, const char *what) {
     return zero->desc.compare_every < 0 ? dt_error(zero->ctx) : dt__compare_replicas(zero, what);
 }
