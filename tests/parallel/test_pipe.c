@@ -1202,21 +1202,6 @@ static void timed(const char *name, void (*test)(void)) {
     printf("%s: %.1f s\n", name, dt_host_default()->now(NULL) - begin);
 }
 
-static void test_named(void) {
-    timed("refused", test_refused);
-    timed("scale", test_scale);
-    timed("unlike", test_unlike);
-    timed("tied", test_tied);
-    timed("odd stages", test_odd_stages);
-    timed("bytes", test_bytes);
-    timed("gathers", test_gathers);
-    timed("memory", test_memory);
-    timed("failures", test_failures);
-    timed("backends", test_backends);
-    timed("pace", test_duration);
-    timed("many messages", test_many_messages);
-}
-
 /* ---- sequence parallelism without a norm: the weight half gathers an activation again ---- */
 
 typedef struct gathering {
@@ -1272,6 +1257,22 @@ static void test_gathered_again(void) {
     CHECK(dt_run((dt_run_desc){ .ranks = 4 }, gathering_rank, &one) == DT_OK);
     CHECK(dt_run((dt_run_desc){ .ranks = 4 }, gathering_rank, &zb) == DT_OK);
     CHECK(one.grad[0][0][0] != 0 && memcmp(one.grad, zb.grad, sizeof one.grad) == 0);
+}
+
+static void test_named(void) {
+    timed("refused", test_refused);
+    timed("scale", test_scale);
+    timed("unlike", test_unlike);
+    timed("tied", test_tied);
+    timed("odd stages", test_odd_stages);
+    timed("bytes", test_bytes);
+    timed("gathers", test_gathers);
+    timed("memory", test_memory);
+    timed("failures", test_failures);
+    timed("backends", test_backends);
+    timed("pace", test_duration);
+    timed("many messages", test_many_messages);
+    timed("gathered again", test_gathered_again);
 }
 
 int main(int argc, char **argv) {
