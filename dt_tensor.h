@@ -1084,8 +1084,9 @@ DT_API void dt_log(dt_ctx *ctx, int level, const char *fmt, ...) DT_PRINTF(3, 4)
    for a control character (C0, DEL, C1) or an invalid byte, which dt's messages show as \xNN. */
 DT_API size_t dt_printable(const char *s);
 
-/* CALL SITES. A function that may wait for other ranks is also a macro, which passes the source
-   line of the call: error texts, wait reports and records of operations name that line. To name the
+/* CALL SITES. Functions that wait for other ranks are also macros, which pass the source line of
+   the call: error texts, wait reports and records of operations name that line. Ops are no macros:
+   if an op at ZeRO-3 has to wait for a parameter's values, the line is one of dt_zero.h. To name a
    function itself, for example to take its address, put its name in parentheses or write no
    argument list after it. */
 typedef struct dt_site {
@@ -2056,6 +2057,7 @@ DT_API dt_status dt_weights_close(dt_weights *w);
 #define dt_read(t, ...) dt_read(dt_tensor_here(t, DT_SITE), __VA_ARGS__)
 #define dt_write(t, ...) dt_write(dt_tensor_here(t, DT_SITE), __VA_ARGS__)
 #define dt_data(t) dt_data(dt_tensor_here(t, DT_SITE))
+#define dt_item(t) dt_item(dt_tensor_here(t, DT_SITE))
 #define dt_backward(loss) dt_backward(dt_tensor_here(loss, DT_SITE))
 #define dt_backward_input(loss) dt_backward_input(dt_tensor_here(loss, DT_SITE))
 #define dt_backward_weight(loss) dt_backward_weight(dt_tensor_here(loss, DT_SITE))
@@ -6100,7 +6102,7 @@ void *(dt_data)(dt_tensor *t) {
     return status == DT_OK ? t->data : NULL;
 }
 
-double dt_item(const dt_tensor *t) {
+double(dt_item)(const dt_tensor *t) {
     union {
         float f;
         double d;
@@ -6108,7 +6110,8 @@ double dt_item(const dt_tensor *t) {
         int64_t wide;
     } value;
     value.d = NAN;
-    if (!t || dt_count(t->shape) != 1 || dt_read(t, &value) != DT_OK) return NAN;
+    if (!t || dt_count(t->shape) != 1) return NAN;
+    if (dt__host_copy("dt_item", (dt_tensor *)t, &value, NULL) != DT_OK) return NAN;
     return dt__number(t->dtype, &value, 0);
 }
 

@@ -75,7 +75,7 @@ static void test_kept_tensors(void) {
     static const char *const words[KEPT_KINDS][3] = {
         { "dt_linear(dt_tanh): this tensor f32 (2,4)", "outside of blocks", "dt_reset has freed" },
         { "dt_backward(dt_mse): this tensor f64 ()", "dt_mse made", "dt_reset has freed" },
-        { "dt_read(dt_mse)", "dt_reset has freed", NULL },
+        { "dt_item(dt_mse)", "dt_reset has freed", NULL },
         { "dt_linear(dt_reshape)", "dt_reset has freed", NULL },
         { "dt_add(dt_tanh)", "made in block 1", "dt_reset has freed" },
         { "dt_linear(dt_tanh)", "dt_reset has freed", NULL },
