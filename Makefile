@@ -21,7 +21,7 @@
 
 CFLAGS    ?= -O3 -Wall -Wextra
 TFLAGS    ?= -O1 -g1 -Wall -Wextra
-CXXFLAGS  ?= -std=c++17 -O1 -g -Wall -Wextra
+CXXFLAGS  ?= -std=c++17 -O1 -g1 -Wall -Wextra
 LDLIBS    ?= -lm -lpthread
 NVCC      ?= nvcc
 MPICC     ?= mpicc
@@ -78,9 +78,10 @@ WHOLE       = $(B)/test_kernels $(B)/test_cuda_shim $(B)/test_fake_cuda $(B)/tes
 SHARING     = $(if $(filter no,$(SHARE)),,$(filter-out $(WHOLE),$(TESTS)))
 $(SHARING) $(B)/net_rank $(B)/packets $(B)/power: $(B)/tests_kernels.o
 # These take longer to compile than to run, so they are not optimised, unless TFLAGS are given.
-QUICK = $(patsubst %,$(B)/test_%,attack checkpoint_faults checkpoint_kills comm_procs faults file_safety files fuzz io_thread \
-          launch_env many_ranks memory misuse models moe nan onebit overlap parallel placements precision rendezvous replicas \
-          schedule trace)
+QUICK = $(B)/net_rank $(B)/packets $(B)/power \
+    $(patsubst %,$(B)/test_%,attack checkpoint_faults checkpoint_kills comm_procs comm_started faults file_safety files fuzz gpt \
+          io_thread launch_env layers many_ranks memory mismatch misuse models moe nan onebit ops overlap parallel pipe placements \
+          precision rendezvous replicas schedule seeds trace)
 ifeq ($(origin TFLAGS),file)
 $(QUICK): private TFLAGS := $(patsubst -O1,-O0,$(TFLAGS))
 endif
@@ -131,7 +132,7 @@ fuzz: $(FUZZERS)
 
 # The full campaigns. B=build-asan runs the programs of that folder.
 faults: $(B)/test_faults $(B)/test_mismatch $(B)/test_attack $(B)/test_fuzz $(B)/test_checkpoint_faults \
-        $(B)/test_checkpoint_kills $(B)/test_memory $(B)/train_gpt
+        $(B)/test_checkpoint_kills $(B)/test_memory $(B)/test_cuda_races $(B)/test_cuda_attention_races $(B)/train_gpt
 	@B=$(B) tests/faults/run.sh
 
 clean:

@@ -83,14 +83,15 @@
    CONTRACT
      Memory     dt_run allocates one shared memory segment for all ranks: 34 KiB for each ordered
                 pair of ranks and, for the groups of DT_SHARED_SPLITS splits, 2.2 MiB for each rank
-                (34 KiB for each rank of each group). Most of its pages stay
-                untouched until messages use them. A message that has no receive yet waits in the
-                receiver's memory: at most 11 messages of up to DT_EAGER_BYTES from each other rank.
-                A larger message waits at its sender, and takes about 250 bytes at the receiver
-                until a receive matches it. The receiver knows at most 65,536 of these from each
-                other rank, and learns of further ones when it has received some. A rank that sends
-                a message of another length than was posted, or more than these limits allow, is
-                named in the error. Groups belong to the context's world and are
+                (34 KiB for each rank of each group). Most of its pages stay untouched until
+                messages use them. A message that has no receive yet waits in the receiver's memory:
+                at most 11 messages of up to DT_EAGER_BYTES from each other rank. A larger message
+                waits at its sender, and takes about 250 bytes at the receiver (its announcement)
+                until a receive matches it. The receiver accepts 65,536 announcements from each
+                other rank, and accepts more when it has received some of those messages. A receive
+                that waits for a later message first is a deadlock, which the error text explains. A
+                rank that sends a message of another length than was posted, or more than these
+                limits allow, is named in the error. Groups belong to the context's world and are
                 freed with the world. A group takes about 0.5 KiB and 28 bytes for each of its ranks
                 in the memory of each rank: 10,000 groups of 8 ranks take 7 MiB. dt accesses the
                 buffers of a call only until the call returns, or for a nonblocking operation until
@@ -887,7 +888,7 @@ enum {
     DT__ANNOUNCE_CREDITS = 65536, /* announcements to one rank that have no receive yet */
     DT__MAX_RANKS = 65536,
     DT__NAME_BYTES = 32,
-    DT__FILE_BYTES = 32
+    DT__FILE_BYTES = 32 /* dt__site_text cuts names to 31 characters */
 };
 
 #ifdef DT_NO_CHECKS
@@ -940,7 +941,17 @@ typedef struct dt__call {
        NULL) */
     int any_source, *from;
     uint64_t seq; /* number of this collective on its group, from 1 */
+    /* ZeRO-3 gather: 1 + 4 * bucket + dt__gather_phase; 0 for other calls. Ranks compare it,
+       because two buckets may have equal counts. */
+    uint32_t gather_id;
 } dt__call;
+typedef enum dt__gather_phase { /* each of the first three has a gather plan (dt_zero.h) */
+    DT__IN_FORWARD,
+    DT__IN_BACKWARD,
+    DT__IN_WEIGHT_HALF,
+    DT__OUTSIDE_OPS,
+    DT__GATHER_PLANS = DT__OUTSIDE_OPS /* number of plans */
+} dt__gather_phase;
 
 /* A frame says what a call is: its group, number, operation, type, count, reduction or root, and
    call site. It is the header of every packet between ranks, and stands wherever a call is
@@ -956,7 +967,7 @@ typedef struct dt__frame {
     int32_t tag;  /* of a message; below 0 in a message of a collective */
     int32_t line; /* of the call */
     char file[DT__FILE_BYTES];
-    uint64_t packed_call; /* operation, type, reduction, root (dt__pack_call) */
+    uint64_t packed_call; /* operation, type, reduction, root, gather_id (dt__pack_call) */
     uint64_t count;       /* dt__post needs these two fields to be the last ones */
 } dt__frame;
 
@@ -1627,6 +1638,15 @@ static dt_status dt__peer_failed(dt__world *world) {
     return status;
 }
 
+/* Names the block whose backward or recompute is running: the call site is only the line of
+   dt_backward. Returns "" outside of a block's backward. */
+static dt__text dt__backward_text(const dt_ctx *ctx) {
+    const dt_block_state *b = ctx->entered_block;
+    if (!b || !b->index || !ctx->root->backward_done) return dt__format("%s", "");
+    return dt__format("; rank %d is in the %s of block %d", ctx->rank,
+        ctx->recomputing ? "recompute" : "backward", b->index);
+}
+
 /* Fails the context for a reason that this header's code found, often on several ranks at once. The
    first rank records its reason; the other ranks report that a peer failed first. Waits until no
    rank accesses other ranks' memory any more, then returns the context's status. */
@@ -1640,7 +1660,7 @@ static dt_status dt__comm_fail(dt__world *world, dt_status status, const char *f
     if (dt_error(world->ctx) == DT_OK) {
         if (!dt__claim(world->shared, world->rank)) return dt__peer_failed(world);
         world->owns_first_failure = 1;
-        dt_fail(world->ctx, status, "%s", text);
+        dt_fail(world->ctx, status, "%s%s", text, dt__backward_text(world->ctx).s);
     }
     dt__await_access_end(world);
     return dt_error(world->ctx);
@@ -1729,6 +1749,19 @@ static dt__call dt__call_make(
     return call;
 }
 
+static int dt__gathered_bucket(const dt__call *call) { return (int)((call->gather_id - 1) / 4); }
+
+static int dt__gather_phase_of(const dt__call *call) { return (int)((call->gather_id - 1) % 4); }
+
+/* Returns " of bucket 3 for the forward" for a gather of ZeRO-3; "" for another call. */
+static dt__text dt__gather_text(const dt__call *call) {
+    static const char *const phases[] = { "the forward", "the backward",
+        "the weight half of the backward", "dt_read or dt_write" }; /* rows: dt__gather_phase */
+    if (!call->gather_id) return dt__format("%s", "");
+    return dt__format(
+        " of bucket %d for %s", dt__gathered_bucket(call), phases[dt__gather_phase_of(call)]);
+}
+
 /* Describes a call in an error text, for example "all-reduce f32 x 10 sum" or "barrier". */
 static dt__text dt__call_text(const dt__call *call) {
     static const char *const reductions[] = { "sum", "avg", "max", "min", "prod" };
@@ -1742,15 +1775,17 @@ static dt__text dt__call_text(const dt__call *call) {
         dt__put(&text, " %s", (unsigned)call->redop <= DT_PROD ? reductions[call->redop] : "?");
     if (call->host_memory) dt__put(&text, " in host memory");
     if (dt__is_rooted(call->op)) dt__put(&text, " root %d", call->peer);
+    dt__put(&text, "%s", dt__gather_text(call).s);
     return text;
 }
 
 /* Packs the arguments of a collective that must be equal on all ranks, except the count, into one
    word. dt__unpack_call restores the arguments for error texts; the word may come from another
-   process. */
+   process. An all-gather has no root (peer is 0), so gather_id uses the root's bits. */
 static uint64_t dt__pack_call(const dt__call *call) {
     return (uint64_t)call->op | (uint64_t)call->dtype << 8 | (uint64_t)call->redop << 16 |
-           (uint64_t)(call->host_memory != 0) << 24 | (uint64_t)(uint32_t)call->peer << 32;
+           (uint64_t)(call->host_memory != 0) << 24 |
+           (uint64_t)((uint32_t)call->peer | call->gather_id) << 32;
 }
 
 static dt__call dt__unpack_call(uint64_t word, size_t count) {
@@ -1759,7 +1794,10 @@ static dt__call dt__unpack_call(uint64_t word, size_t count) {
         count, (dt_dtype)(word >> 8 & 255));
     call.redop = (dt_op)(word >> 16 & 255);
     call.host_memory = (int)(word >> 24 & 1);
-    call.peer = (int)(uint32_t)(word >> 32);
+    if (call.op == DT__ALL_GATHER)
+        call.gather_id = (uint32_t)(word >> 32);
+    else
+        call.peer = (int)(uint32_t)(word >> 32);
     return call;
 }
 
@@ -2068,13 +2106,6 @@ static int dt__record_get(dt__rank_view view, uint64_t number, dt__op_record *co
     return __atomic_load_n(&slot->number, __ATOMIC_RELAXED) == number && copy->number == number;
 }
 
-/* Returns " at train.c:88", or "" if the call site is not known. */
-static dt__text dt__site_text(const char *file, int line) {
-    if (!file || !file[0]) return dt__format("%s", "");
-    const char *slash = strrchr(file, '/');
-    return dt__format(" at %.64s:%d", slash ? slash + 1 : file, line);
-}
-
 /* As dt__site_text. The file's name may come from another process and lack its end. */
 static dt__text dt__frame_site(const dt__frame *frame) {
     char file[DT__FILE_BYTES];
@@ -2117,6 +2148,24 @@ dt_comm *dt_here(dt_comm *comm, const char *file, int line) {
     return comm;
 }
 
+/* Returns "; bucket 3 holds layer1.wq and 5 more" for a gather of ZeRO-3; "" for another call. */
+static dt__text dt__bucket_text(const dt_comm *comm, const dt__call *call) {
+    const dt_bucket *u =
+        call->gather_id ? dt_bucket_get(comm->world->ctx, dt__gathered_bucket(call)) : NULL;
+    if (!u) return dt__format("%s", "");
+    const char *first = dt_param_get(comm->world->ctx, u->first_param)->name;
+    dt__text text = dt__format("; bucket %d holds %.60s", u->index, first);
+    if (u->n_params > 1) dt__put(&text, " and %d more", u->n_params - 1);
+    return text;
+}
+
+static int dt__is_outside_ops(const dt__call *call) {
+    return call->gather_id && dt__gather_phase_of(call) == DT__OUTSIDE_OPS;
+}
+
+#define DT__OUTSIDE_OPS_HINT \
+    "; at ZeRO-3 dt_read and dt_write of a parameter are collective: call them on every rank"
+
 /* Fails the context, because rank world_rank has ended and will never call the collective in which
    this rank waits. Over a transport several ranks may notice this at the same time. In that case
    the text does not name this rank, but the first rank of the group that is not world_rank, so that
@@ -2130,9 +2179,11 @@ static dt_status dt__ended_without(dt_work *work, int world_rank) {
             ? dt__format("in which rank %d waits", comm->world->rank)
             : dt__format("which rank %d and all other ranks of the group must call", first);
     return dt__comm_fail(comm->world, DT_ERR_COMM,
-        "rank %d ended without calling %s #%llu on %s, %s%s", world_rank,
-        dt__pattern_of(call->op)->name, (unsigned long long)call->seq, comm->group->name, who.s,
-        dt__own_site(work).s);
+        "rank %d ended without calling %s%s #%llu on %s, %s%s%s%s", world_rank,
+        dt__pattern_of(call->op)->name, dt__gather_text(call).s, (unsigned long long)call->seq,
+        comm->group->name, who.s, dt__own_site(work).s, dt__bucket_text(comm, call).s,
+        dt__is_outside_ops(call) ? DT__OUTSIDE_OPS_HINT
+                                 : "; check that all ranks run the same steps");
 }
 
 /* Fails the context because two ranks of the group make different calls. */
@@ -2140,11 +2191,14 @@ static dt_status dt__calls_differ(
     const dt_comm *comm, int rank, const dt__frame *its, int other, const dt__frame *theirs) {
     dt__call one = dt__unpack_call(its->packed_call, (size_t)its->count);
     dt__call two = dt__unpack_call(theirs->packed_call, (size_t)theirs->count);
+    int is_same_bucket = one.gather_id && dt__gathered_bucket(&one) == dt__gathered_bucket(&two);
     return dt__comm_fail(comm->world, DT_ERR_COMM,
-        "rank %d calls %s%s, rank %d calls %s%s (operation %llu on %s)", comm->group->ranks[rank],
-        dt__call_text(&one).s, dt__frame_site(its).s, comm->group->ranks[other],
-        dt__call_text(&two).s, dt__frame_site(theirs).s, (unsigned long long)theirs->seq,
-        comm->group->name);
+        "rank %d calls %s%s, rank %d calls %s%s (operation %llu on %s)%s%s%s",
+        comm->group->ranks[rank], dt__call_text(&one).s, dt__frame_site(its).s,
+        comm->group->ranks[other], dt__call_text(&two).s, dt__frame_site(theirs).s,
+        (unsigned long long)theirs->seq, comm->group->name,
+        dt__is_outside_ops(&one) || dt__is_outside_ops(&two) ? DT__OUTSIDE_OPS_HINT : "",
+        dt__bucket_text(comm, &one).s, is_same_bucket ? "" : dt__bucket_text(comm, &two).s);
 }
 
 /* Returns 1 if two frames describe the same call of a collective. */
@@ -2428,12 +2482,12 @@ static int dt__p2p_never_matched(dt__p2p *p2p) {
     else if (other == world->rank)
         dt__comm_fail(
             world, DT_ERR_COMM, "%s: a rank that waits for itself waits for ever", text.s);
-    else if (other < 0)
-        dt__comm_fail(
-            world, DT_ERR_COMM, "all other ranks ended without the other half of %s", text.s);
     else
-        dt__comm_fail(
-            world, DT_ERR_COMM, "rank %d ended without the other half of %s", other, text.s);
+        dt__comm_fail(world, DT_ERR_COMM,
+            "%s ended without the %s: %s; check that all ranks run the same steps",
+            other < 0 ? "all other ranks" : dt__format("rank %d", other).s,
+            p2p->op == DT__SEND ? "receive that this send needs" : "send that this receive needs",
+            text.s);
     return -1;
 }
 
@@ -2465,9 +2519,11 @@ static int dt__p2p_check(dt__p2p *p2p, int from, const dt__frame *frame) {
     if (dt__is_p2p(work->call.op) &&
         (its.dtype != work->call.dtype || frame->count != p2p->count)) {
         dt__comm_fail(comm->world, DT_ERR_COMM,
-            "rank %d sends %s x %zu, rank %d receives %s x %zu (tag %d on %s)",
-            comm->group->ranks[from], dt_dtype_name(its.dtype), its.count, comm->world->rank,
-            dt_dtype_name(work->call.dtype), p2p->count, p2p->tag, comm->group->name);
+            "rank %d sends %s x %zu%s, rank %d receives %s x %zu%s (tag %d on %s); count and type "
+            "must be equal",
+            comm->group->ranks[from], dt_dtype_name(its.dtype), its.count, dt__frame_site(frame).s,
+            comm->world->rank, dt_dtype_name(work->call.dtype), p2p->count, dt__own_site(work).s,
+            p2p->tag, comm->group->name);
     } else if (!dt__is_p2p(work->call.op) && work->call.op != DT__CHECK &&
                !dt__same_call(frame, own)) {
         dt__calls_differ(comm, from, frame, comm->base.rank, own);
@@ -5187,19 +5243,36 @@ static void dt__put_last_operation(dt__text *text, dt__rank_view seen) {
         dt__put(text, ", its last operation: %s", dt__record_text(&r).s);
 }
 
-/* Returns 1 if the rank of `seen` is in a long wait and its process is neither stopped nor gone; *r
-   is then the record of the operation in which it waits. Else returns 0. Stores the state of the
-   process in *process in both cases. */
-static int dt__is_waiting(const dt_io *io, dt__rank_view seen, char *process, dt__op_record *r) {
+/* Returns 1 if the rank of `seen` is in a long wait and its process is neither stopped nor gone.
+   Always stores the state of the process in *process. */
+static int dt__is_waiting(const dt_io *io, dt__rank_view seen, char *process) {
     *process = dt__process_state(io, seen.state);
-    if (*process && strchr("TtZX", *process)) return 0;
-    return dt__record_get(seen, seen.state->waiting_op, r);
+    return (!*process || !strchr("TtZX", *process)) && seen.state->waiting_op != 0;
 }
 
 /* Appends "waits in ... for rank 3". */
-static void dt__put_wait(dt__text *text, const dt__op_record *r, const dt__rank_state *state) {
-    dt__put(text, "waits in %s", dt__record_text(r).s);
-    if (state->waits_for != DT_ANY) dt__put(text, " for rank %d", state->waits_for);
+static void dt__put_wait(dt__text *text, dt__rank_view seen) {
+    dt__op_record r;
+    if (dt__record_get(seen, seen.state->waiting_op, &r))
+        dt__put(text, "waits in %s", dt__record_text(&r).s);
+    else /* the record of this operation has been overwritten */
+        dt__put(text, "waits in its operation %llu of %llu",
+            (unsigned long long)seen.state->waiting_op, (unsigned long long)seen.state->op_count);
+    if (seen.state->waits_for != DT_ANY) dt__put(text, " for rank %d", seen.state->waits_for);
+}
+
+/* Appends the pairs of ranks whose announcement credits are used up. */
+static void dt__put_credits(dt__text *text, const dt__world *world) {
+    for (int rank = 0; rank < world->size && world->peers; rank++) {
+        const dt__peer *peer = world->peers[rank];
+        int is_sender = peer && peer->unanswered == DT__ANNOUNCE_CREDITS;
+        if (!is_sender && !(peer && peer->unmatched == DT__ANNOUNCE_CREDITS)) continue;
+        dt__put(text,
+            "; rank %d has no receive for %d sends that rank %d has started, and takes no later "
+            "message of rank %d before it receives one of these",
+            is_sender ? rank : world->rank, DT__ANNOUNCE_CREDITS, is_sender ? world->rank : rank,
+            is_sender ? world->rank : rank);
+    }
 }
 
 /* Follows the wait-for graph from `rank` for at most 4 edges. Appends the waits on the path, and
@@ -5207,15 +5280,14 @@ static void dt__put_wait(dt__text *text, const dt__op_record *r, const dt__rank_
    operation: ...". */
 static void dt__put_diagnosis(dt__text *text, const dt__world *world, int rank) {
     const dt_io *io = dt_ctx_io(world->ctx);
-    dt__op_record r;
     char process;
     for (int step = 0; step < 4 && rank >= 0 && rank != world->rank; step++) {
         dt__rank_state state;
         dt__rank_view seen = dt__snapshot(dt__view_of_rank(world, rank), &state);
         if (!seen.state) return;
-        if (dt__is_waiting(io, seen, &process, &r)) {
+        if (dt__is_waiting(io, seen, &process)) {
             dt__put(text, "; rank %d ", rank);
-            dt__put_wait(text, &r, &state);
+            dt__put_wait(text, seen);
             rank = state.waits_for;
             continue;
         }
@@ -5272,6 +5344,7 @@ static dt_status dt__report_timeout(dt_work *work) {
         dt__put(&text, ": %s", dt__arrivals_text(work).s);
     else if (awaited != DT_ANY)
         dt__put(&text, ": rank %d did not come", awaited);
+    dt__put_credits(&text, world);
     dt__put_diagnosis(&text, world, awaited);
     return dt__comm_fail(world, DT_ERR_TIMEOUT, "%s", text.s);
 }
@@ -5311,7 +5384,6 @@ static void dt__report_deadlock(dt__world *world) {
     enum { NAMED = 4 };
     int length = world->size, first = dt__find_cycle(world, &length), is_cycle = first != DT_ANY;
     dt__rank_state state;
-    dt__op_record r;
     dt__text text =
         dt__format("deadlock: %s", is_cycle ? "" : "all ranks wait, and nothing is under way: ");
     /* the path ends early if another rank has reported the deadlock meanwhile and has stopped
@@ -5320,8 +5392,8 @@ static void dt__report_deadlock(dt__world *world) {
         /* the state is known, because the proof has read it */
         dt__rank_view seen = dt__snapshot(dt__view_of_rank(world, rank), &state);
         dt__put(&text, "%srank %d ", i ? ", " : "", rank);
-        if (dt__record_get(seen, state.waiting_op, &r))
-            dt__put_wait(&text, &r, &state);
+        if (state.waiting_op)
+            dt__put_wait(&text, seen);
         else
             dt__put(&text, "has ended");
         rank = is_cycle ? dt__wait_edge(world, rank) : rank + 1;
@@ -5330,6 +5402,7 @@ static void dt__report_deadlock(dt__world *world) {
         dt__put(&text, ", and so on: a circle of %d ranks", length);
     else if (length > NAMED)
         dt__put(&text, ", ...");
+    dt__put_credits(&text, world);
     dt__comm_fail(world, DT_ERR_COMM, "%s", text.s);
 }
 
@@ -5497,7 +5570,6 @@ static int dt__detect_deadlock(dt_work *work, uint64_t progress_sum, double sinc
 static dt__text dt__rank_line(const dt_host *host, const dt_io *io, int rank, dt__rank_view seen) {
     double now = host->now(host->user);
     dt__rank_state state;
-    dt__op_record r;
     char process = 0;
     if (!seen.state) return dt__format("rank %d: not known here", rank);
     seen = dt__snapshot(seen, &state);
@@ -5505,9 +5577,9 @@ static dt__text dt__rank_line(const dt_host *host, const dt_io *io, int rank, dt
         dt__format("rank %d: process %d, step %lld: ", rank, state.pid, (long long)state.step);
     if (state.ended) {
         dt__put(&text, "has ended");
-    } else if (dt__is_waiting(io, seen, &process, &r)) {
+    } else if (dt__is_waiting(io, seen, &process)) {
         dt__put(&text, "for %.1f s it ", now - (double)state.wait_since_us / 1e6);
-        dt__put_wait(&text, &r, &state);
+        dt__put_wait(&text, seen);
     } else {
         dt__put(&text, "it %s", dt__process_word(process));
         if (state.last_op_end_us)
@@ -6117,6 +6189,7 @@ static void dt__note_full_arena(dt__world *world, const dt_comm *comm, const cha
    there was no capacity, so that the group runs its collectives as messages. A group of one needs
    none. */
 static dt_comm *dt__comm_split(dt_comm *comm, int color, int key, const char *name) {
+    if (!comm) return NULL;
     int32_t words[2] = { color < 0 ? -1 : color, key }, channel = 0, shared = 0, is_full = 0;
     dt__world *world = comm->world;
     if (dt__gather_words(comm, DT__SPLIT, words) != DT_OK) return NULL;
@@ -6147,13 +6220,8 @@ static dt_comm *dt__comm_split(dt_comm *comm, int color, int key, const char *na
     return dt_error(world->ctx) ? NULL : made;
 }
 
-dt_comm *(dt_comm_split)(dt_comm *comm, int color, int key, const char *name) {
-    if (!comm) return NULL;
-    dt_site outer = dt__site_open(comm->world->ctx);
-    dt_comm *made = dt__comm_split(comm, color, key, name);
-    dt__site_close(comm->world->ctx, outer);
-    return made;
-}
+DT__DEFINE_AT_SITE(dt_comm *, comm_split, comm ? comm->world->ctx : NULL,
+    (dt_comm * comm, int color, int key, const char *name), comm, color, key, name)
 
 // ==== 23. Shared memory: layout, heaps ==========================================================
 
@@ -8927,14 +8995,19 @@ static void dt__goodbye(dt__world *world, int linger) {
             missing);
 }
 
+/* Returns ", sent at train.c:88"; "" if the message's call site is not known. */
+static dt__text dt__sent_text(const dt__frame *frame) {
+    return dt__format("%s%s", frame->file[0] ? ", sent" : "", dt__frame_site(frame).s);
+}
+
 static dt__text dt__unreceived_text(const dt__frame *frame, int from, int to, const char *group) {
     dt__call call = dt__unpack_call(frame->packed_call, (size_t)frame->count);
     if (frame->seq)
         return dt__format("rank %d ended without calling %s #%llu on %s, which rank %d calls%s", to,
             dt__call_text(&call).s, (unsigned long long)frame->seq, group, from,
             dt__frame_site(frame).s);
-    return dt__format("rank %d: rank %d ended without receiving %s x %zu with tag %d on %s", from,
-        to, dt_dtype_name(call.dtype), call.count, frame->tag, group);
+    return dt__format("rank %d: rank %d ended without receiving %s x %zu with tag %d on %s%s", from,
+        to, dt_dtype_name(call.dtype), call.count, frame->tag, group, dt__sent_text(frame).s);
 }
 
 /* If this rank ends without receiving a message, stores a text about one of them. The sender may be
@@ -8949,8 +9022,10 @@ static void dt__note_unreceived(dt__world *world) {
         const dt_comm *comm = dt__comm_of(world, a->frame.channel);
         dt__text text =
             world->transport.send && !a->frame.seq
-                ? dt__format("rank %d: ended without receiving %llu bytes with tag %d from rank %d",
-                      world->rank, (unsigned long long)a->frame.bytes, a->frame.tag, a->from)
+                ? dt__format(
+                      "rank %d: ended without receiving %llu bytes with tag %d from rank %d%s",
+                      world->rank, (unsigned long long)a->frame.bytes, a->frame.tag, a->from,
+                      dt__sent_text(&a->frame).s)
                 : dt__unreceived_text(
                       &a->frame, a->from, world->rank, comm ? comm->group->name : "?");
         dt__escape(text.s, sizeof text.s); /* no context escapes it */

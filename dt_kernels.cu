@@ -51,7 +51,7 @@
     11. Rotary embedding; counter-based RNG: dropout, init (RoPE, Philox)
     12. Embedding (scatter-add)
     13. Losses (cross-entropy, online softmax, log-sum-exp merge)
-    14. Norm and optimizers (gradient norm, AdamW, SGD, 1-bit Adam)
+    14. Norm and optimizers (gradient norm, digest, AdamW, SGD, 1-bit Adam)
     15. Matrix product (GEMM, packing, tensor cores, mma, wgmma, swizzle, cuBLASLt)
     16. Attention (flash attention, online softmax, log-sum-exp merge, grouped-query attention)
     17. The table
@@ -73,10 +73,10 @@
    operands, so attention in bf16 and f16 rounds its probabilities and their gradients before it
    multiplies them. cuBLASLt chooses the order of its sums by the sizes of the product. In the
    following kernels nvcc can fuse nothing that changes a result, so the results have the same bits
-   as on the CPU: fill, copy, permute, cast, reduce, max, topk, scatter, uniform init, embedding and
-   its backward, and square_sums. The same holds for binary and dropout if they do not accumulate.
-   NaN payloads are unspecified. Never compile this file with -use_fast_math. The file cannot refuse
-   that flag, because nvcc defines no macro for it.
+   as on the CPU: fill, copy, permute, cast, digest, reduce, max, topk, scatter, uniform init,
+   embedding and its backward, and square_sums. The same holds for binary and dropout if they do not
+   accumulate. NaN payloads are unspecified. Never compile this file with -use_fast_math. The file
+   cannot refuse that flag, because nvcc defines no macro for it.
 
    ERRORS. If CUDA refuses a launch, the call returns DT_ERR_DEVICE. A kernel runs asynchronously,
    so a later call reports the kernel's failure, at the latest the sync that waits for the kernel.
@@ -2866,7 +2866,7 @@ DTK_TABLE_ENTRY(mse_back)
 /* Half a warp (16 lanes) sums one piece, and a block sums 16 pieces. Lane l adds elements l,
    l + 16, .... Then the upper half of the lanes is added to the lower half until one sum is left.
    The CPU adds in the same order, and the square of a float is exact in double, so the norm has the
-   same bits as on the CPU. */
+   same bits as on the CPU. The f64 instance serves dt_check_finite, because losses are f64. */
 enum { PIECE_LANES = 16, PIECES_PER_BLOCK = BLOCK / PIECE_LANES };
 
 static __device__ double lanes_sum(double sum) {
@@ -2899,7 +2899,47 @@ template <class T> static dt_status square_sums(const dt_square_sums_args *a, vo
         piece_count(a->count));
     return launch_status();
 }
-DTK_TABLE_ENTRY(square_sums)
+static dt_status cuda_square_sums(const dt_square_sums_args *a, void *stream) {
+    return a->dtype == DT_F64 ? square_sums<double>(a, stream)
+                              : DTK_BY_DTYPE(a->dtype, square_sums, a, stream);
+}
+
+/* Digest: each block sums one of a.parts ranges of words. Sums of integers modulo 2^64 have
+   no order, so the digest is equal to the CPU's. a.count and a.offset count words. */
+template <class Word> DTK_KERNEL __launch_bounds__(TOTAL_THREADS) digest_kernel(dt_digest_args a) {
+    size_t each = a.count / a.parts + 1, first = blockIdx.x * each;
+    size_t at = first < a.count ? first : a.count, n = a.count - at < each ? a.count - at : each;
+    const Word *x = (const Word *)a.in + at;
+    uint32_t index = (uint32_t)(a.offset + at);
+    uint64_t sum = 0;
+    for_each_in_range<vec<Word>::N, TOTAL_THREADS>(x, n, [&](size_t i, auto width) {
+        const int N = decltype(width)::N;
+        vec<Word, N> words = load_vec<N>(x + i);
+        for (int k = 0; k < N; k++) {
+            uint32_t weight = (index + 1 + (uint32_t)i + k) * 2654435761u;
+            weight = (weight ^ weight >> 15) * 2246822507u;
+            sum += (uint64_t)words.v[k] * (weight ^ weight >> 13);
+        }
+    });
+    sum = block_sum<uint64_t, TOTAL_THREADS>(sum);
+    if (threadIdx.x == 0) a.out[blockIdx.x] = sum;
+}
+
+template <class Word> static dt_status digest(dt_digest_args a, void *stream) {
+    size_t words = dt_dtype_size(a.dtype) / sizeof(Word);
+    a.count *= words;
+    a.offset *= words;
+    DT_LAUNCH(digest_kernel<Word>, (unsigned)a.parts, TOTAL_THREADS, 0, stream_of(stream), a);
+    return launch_status();
+}
+
+static dt_status cuda_digest(const dt_digest_args *a, void *stream) {
+    size_t size = dt_dtype_size(a->dtype);
+    return size == 0   ? DT_ERR_UNSUPPORTED
+           : size == 1 ? digest<uint8_t>(*a, stream)
+           : size == 2 ? digest<uint16_t>(*a, stream)
+                       : digest<uint32_t>(*a, stream);
+}
 
 /* Parameters and their optimizer state are f32. Narrow is the type of the optional copy of the
    parameters, or float if there is no copy. */
@@ -5536,6 +5576,7 @@ extern "C" const dt_kernels *dt_kernels_cuda(void) {
         .max_saved_logits = (size_t)1 << 30,
         .copy = cuda_copy,
         .cast = cuda_cast,
+        .digest = cuda_digest,
         .fill = cuda_fill,
         .reduce = cuda_reduce,
         .permute = cuda_permute,
@@ -5560,12 +5601,12 @@ extern "C" const dt_kernels *dt_kernels_cuda(void) {
         .matmul = cuda_matmul,
         .attention = cuda_attention,
         .attention_back = cuda_attention_back,
+        .square_sums = cuda_square_sums,
         .cross_entropy = cuda_cross_entropy,
         .cross_entropy_merge = cuda_cross_entropy_merge,
         .cross_entropy_back = cuda_cross_entropy_back,
         .mse = cuda_mse,
         .mse_back = cuda_mse_back,
-        .square_sums = cuda_square_sums,
         .adamw = cuda_adamw,
         .sgd = cuda_sgd,
         .momentum = cuda_momentum,
@@ -6312,7 +6353,7 @@ extern "C" void dt__nccl_begin(dt__world *world, const dt__comm_functions *dt, v
 
 /* HISTORY
      0.2.0   names in namespace dt_cuda; kernels spread -> scatter, cross_entropy_join ->
-             cross_entropy_merge; the NCCL backend, which was in dt_comm.h
+             cross_entropy_merge; the NCCL backend, which was in dt_comm.h; new: digest
      0.1.0   first version
 
    LICENCE: your choice of A or B.

@@ -466,13 +466,15 @@ typedef struct dt_routing {
     dt_tensor *gates;
     /* (B,T,k) in host memory: each token's experts, best first; -1 for a dropped choice */
     int32_t *choices;
-    /* the most choices of one sequence that an expert takes from this rank; 0: no limit */
-    int64_t max_choices;
-    /* dt_dispatch sets the fields below; `exchange` is private. */
+    /* dt_dispatch sets these three: */
     int64_t rows;          /* number of rows that this rank's experts received */
     int64_t local_experts; /* number of experts on this rank */
     int64_t *expert_rows;  /* (local_experts) in host memory: number of rows of each local expert */
-    struct dt__exchange *exchange;
+
+    /* private: */
+    /* capacity: the most choices of one sequence that an expert takes from this rank; 0: none */
+    int64_t max_choices;
+    struct dt__exchange *exchange; /* set by dt_dispatch */
 } dt_routing;
 
 /* [collective: desc.tp, desc.cp] Router of a mixture-of-experts layer for x (B,T',C), with the
@@ -488,8 +490,10 @@ DT_API dt_routing *dt_route(dt_tensor *x, dt_tensor *w, dt_route_desc desc);
 /* [collective: ep] Token dispatch. Sends the tokens of x (B,T,C) to the ranks of their experts. x
    has all tokens of the tensor-parallel region, as dt_tp_enter returns them. Returns rows (R,C) for
    this rank's experts, ordered by expert, then source rank, then token. R may be 0. Fails with
-   DT_ERR_SHAPE if the number of ranks of ep does not divide E, or if x does not match the
-   routing. */
+   DT_ERR_SHAPE if the number of ranks of ep does not divide E, or if x does not match the routing.
+   R varies from step to step. If the router has a capacity, these rows, and all tensors computed
+   row by row from them, have memory for the largest R; make the output of your own op with
+   dt_new_rows. */
 DT_API dt_tensor *dt_dispatch(dt_tensor *x, dt_routing *routing, dt_comm *ep);
 
 typedef struct dt_expert_desc {
@@ -945,7 +949,12 @@ typedef struct dt_dry {
 DT_API dt_status dt_dry_begin(dt_ctx *ctx, dt_dry *dry);
 
 /* Call sites, see section 4 of dt_tensor.h. */
+#define dt_mesh_make(ctx, ...) dt_mesh_make(dt_ctx_here(ctx, DT_SITE), __VA_ARGS__)
+#define dt_kv_split(ctx, ...) dt_kv_split(dt_ctx_here(ctx, DT_SITE), __VA_ARGS__)
+#define dt_distribute(ctx, ...) dt_distribute(dt_ctx_here(ctx, DT_SITE), __VA_ARGS__)
 #define dt_pipe_run(ctx, ...) dt_pipe_run(dt_ctx_here(ctx, DT_SITE), __VA_ARGS__)
+#define dt_pipe_gather_spans(comm, ...) dt_pipe_gather_spans(DT_HERE(comm), __VA_ARGS__)
+#define dt_count_labels(comm, ...) dt_count_labels(DT_HERE(comm), __VA_ARGS__)
 #define dt_redistribute(x, ...) dt_redistribute(dt_tensor_here(x, DT_SITE), __VA_ARGS__)
 #define dt_all_to_all_rows(x, ...) dt_all_to_all_rows(dt_tensor_here(x, DT_SITE), __VA_ARGS__)
 #define dt_tp_enter(x, ...) dt_tp_enter(dt_tensor_here(x, DT_SITE), __VA_ARGS__)
@@ -957,6 +966,9 @@ DT_API dt_status dt_dry_begin(dt_ctx *ctx, dt_dry *dry);
 #define dt_vocab_linear_cross_entropy(x, ...) \
     dt_vocab_linear_cross_entropy(dt_tensor_here(x, DT_SITE), __VA_ARGS__)
 #define dt_cp_attention(x, ...) dt_cp_attention(dt_tensor_here(x, DT_SITE), __VA_ARGS__)
+#define dt_route(x, ...) dt_route(dt_tensor_here(x, DT_SITE), __VA_ARGS__)
+#define dt_route_update_bias(bias, ...) \
+    dt_route_update_bias(dt_tensor_here(bias, DT_SITE), __VA_ARGS__)
 #define dt_dispatch(x, ...) dt_dispatch(dt_tensor_here(x, DT_SITE), __VA_ARGS__)
 #define dt_combine(x, ...) dt_combine(dt_tensor_here(x, DT_SITE), __VA_ARGS__)
 
@@ -1102,7 +1114,7 @@ static dt_comm *dt__mesh_axis(
     return comm;
 }
 
-dt_mesh dt_mesh_make(dt_ctx *ctx, dt_mesh_desc desc) {
+static dt_mesh dt__mesh_make(dt_ctx *ctx, dt_mesh_desc desc) {
     char why[200];
     dt_mesh none, mesh;
     memset(&none, 0, sizeof none);
@@ -1406,11 +1418,10 @@ static dt_tensor *dt__redist_new(
     int free_of_copy = dt__redist_find(from, to)->move == dt__redist_identity;
     /* only a recorded op can run again in the backward */
     transient = transient && x->needs_grad && !ctx->no_grad;
-    dt_tensor *y = free_of_copy ? dt_alias(x)
-                   : transient  ? dt_new_transient(ctx, x->dtype, shape)
-                                : dt_new(ctx, x->dtype, shape);
+    dt_tensor *y = free_of_copy
+                       ? dt_alias(x)
+                       : dt__new_output(ctx, x, x->dtype, shape, "dt_redistribute", transient);
     if (!y || !dt__placement_set(y, x, (const dt_group *)comm, to)) return NULL;
-    if (!free_of_copy) y->name = "dt_redistribute";
     dt_status status =
         free_of_copy ? DT_OK : dt__redist_run(dt__redist_of(x, y, comm), from, to, 0);
     if (status == DT_OK) return y;
@@ -1497,9 +1508,10 @@ static const char *dt__all_to_all_problem(
     return sum == x->shape.d[0] ? NULL : "the counts of rows to send do not sum to x's rows";
 }
 
-/* dt_all_to_all_rows; transient 1: the result is a transient tensor that no backward reads. */
+/* dt_all_to_all_rows; transient 1: the result is a transient tensor that no backward reads. `rows`:
+   a tensor with as many rows as the result, or NULL. */
 static dt_tensor *dt__all_to_all_rows(dt_tensor *x, dt_comm *comm, const int64_t *send_counts,
-    const int64_t *recv_counts, int transient) {
+    const int64_t *recv_counts, int transient, const dt_tensor *rows) {
     const char *op = "dt_all_to_all_rows";
     dt_ctx *ctx = dt__op_context(op, 1, x, NULL, NULL);
     int N = dt_comm_size(comm);
@@ -1517,8 +1529,8 @@ static dt_tensor *dt__all_to_all_rows(dt_tensor *x, dt_comm *comm, const int64_t
         counts[N + r] = (size_t)recv_counts[r] * width;
         shape.d[0] += recv_counts[r];
     }
-    dt_tensor *y = counts ? dt__new_output(ctx, x->dtype, shape, op, transient) : NULL;
-    if (y) y->transient_grad = 1; /* the gradient is only sent back */
+    dt_tensor *y = counts ? dt__new_output(ctx, rows, x->dtype, shape, op, transient) : NULL;
+    if (y) y->grad_storage = DT__GRAD_TRANSIENT; /* the gradient is only sent back */
     if (!dt__propagate(op, y, DT__RULE_EXCHANGE, x, NULL, NULL) ||
         !dt__placement_set(y, y, (const dt_group *)comm, DT_UNPLACED))
         return NULL;
@@ -1665,7 +1677,7 @@ static dt_tensor *dt__vocab_linear_cross_entropy(dt_tensor *x, dt_tensor *w, dt_
     return dt__vocab_loss(dt_linear_cross_entropy(x, w, labels, denominator, desc), &desc, comm);
 }
 
-dt_kv_groups dt_kv_split(dt_ctx *ctx, dt_comm *tp, int kv_heads) {
+static dt_kv_groups dt__kv_split(dt_ctx *ctx, dt_comm *tp, int kv_heads) {
     int ranks = dt_comm_size(tp), me = dt_comm_rank(tp),
         replicas = kv_heads > 0 ? ranks / kv_heads : 0;
     dt_kv_groups g = { tp, NULL, kv_heads };
@@ -1714,7 +1726,7 @@ static int dt__is_first_along(const dt_axis_placement *axes, int axis, int n) {
 /* Along the first axis the source rank sends to the ranks that are rank 0 along all other axes.
    Each of these ranks sends along the second axis, and so on. So every part is sent once along each
    axis. */
-dt_tensor *dt_distribute(dt_ctx *ctx, dt_dtype dtype, dt_shape full, const void *host,
+static dt_tensor *dt__distribute(dt_ctx *ctx, dt_dtype dtype, dt_shape full, const void *host,
     const dt_axis_placement *axes, int n) {
     dt_tensor *local = NULL;
     if (dt_error(ctx) != DT_OK) return NULL;
@@ -2430,7 +2442,7 @@ static dt_status dt__route_topk(dt__router *r, dt_tensor *probability) {
     if (r->d.bias) probability = dt_add(probability, r->d.bias);
     if (probability) dt_topk(probability, (int)r->k, &index);
     ctx->no_grad = no_grad;
-    if (dt_error(ctx) != DT_OK || dt_read(index, r->topk) != DT_OK) return dt_error(ctx);
+    if (dt_error(ctx) != DT_OK || (dt_read)(index, r->topk) != DT_OK) return dt_error(ctx);
     for (int64_t i = 0; i < n * r->k && dt__is_dry(index->data); i++) {
         int64_t t = i / r->k, position = r->d.positions
                                              ? r->d.positions[t]
@@ -2597,7 +2609,7 @@ static dt_routing *dt__route_enter(const dt__router *r, dt_tensor *gates) {
     return out;
 }
 
-dt_routing *dt_route(dt_tensor *x, dt_tensor *w, dt_route_desc d) {
+static dt_routing *dt__route(dt_tensor *x, dt_tensor *w, dt_route_desc d) {
     const char *op = "dt_route";
     dt_ctx *ctx = dt__float_op_context(op, 2, x, w, d.bias);
     if (!ctx) return NULL;
@@ -2618,7 +2630,7 @@ dt_routing *dt_route(dt_tensor *x, dt_tensor *w, dt_route_desc d) {
     return dt__route_enter(&r, gates);
 }
 
-dt_status dt_route_update_bias(
+static dt_status dt__route_update_bias(
     dt_tensor *bias, double *counts, double rate, dt_comm *const *groups, int n) {
     double total = 0, value[1];
     if (!bias || dt_error(bias->ctx) != DT_OK) return bias ? dt_error(bias->ctx) : DT_ERR_ARG;
@@ -2634,13 +2646,13 @@ dt_status dt_route_update_bias(
         if (dt_sum_doubles(groups[g], counts, E) != DT_OK) return dt_error(ctx);
     void *host = dt_alloc(ctx, DT_MEM_HOST, bytes, "the bias of a router");
     for (size_t e = 0; e < E; e++) total += counts[e];
-    if (host && dt_read(bias, host) == DT_OK) {
+    if (host && (dt_read)(bias, host) == DT_OK) {
         /* total - E count has the same sign as mean - count, and is computed exactly. */
         for (size_t e = 0; e < E; e++) {
             double more = total - (double)E * counts[e], sign = (double)((more > 0) - (more < 0));
             dt__set_number(bias->dtype, host, e, dt__number(bias->dtype, host, e) + rate * sign);
         }
-        dt_write(bias, host);
+        (dt_write)(bias, host);
     }
     dt_free(ctx, DT_MEM_HOST, host, bytes);
     return dt_error(ctx);
@@ -2671,22 +2683,26 @@ typedef struct dt__exchange {
     dt_tensor *arrival_of_row, *row_of_arrival;
 } dt__exchange;
 
-/* Until dt_combine, a tensor of `rows` rows gets memory for `max` rows. */
-static void dt__vary_rows(dt_ctx *ctx, int64_t rows, int64_t max) {
-    ctx->varying_rows = 1;
-    ctx->rows = rows;
-    ctx->max_rows = max;
-}
-
-/* Return the most rows that a rank sends to experts, and that it receives from N ranks. Without a
-   capacity the rows of an expert have no useful bound: all tokens may choose it. */
+/* Returns the most rows that a rank sends to experts. Without a capacity the rows of an expert have
+   no useful bound: all tokens may choose it. */
 static int64_t dt__max_sent(const dt_routing *r) {
     int64_t full = r->batch * r->experts * r->max_choices, all = r->batch * r->tokens * r->k;
-    return full < all ? full : all;
+    return r->max_choices == 0 ? (int64_t)DT__NO_BOUND : full < all ? full : all;
 }
-static int64_t dt__max_rows(const dt_routing *r, int N) {
+
+/* Returns the most rows that a rank's experts receive from N ranks; as dt__max_sent. */
+static int64_t dt__max_received(const dt_routing *r, int N) {
     int64_t full = r->batch * r->local_experts * r->max_choices, all = r->batch * r->tokens * r->k;
-    return N * (full < all ? full : all);
+    return r->max_choices == 0 ? (int64_t)DT__NO_BOUND : N * (full < all ? full : all);
+}
+
+/* Returns an i32 tensor of row indices, with memory for max_rows indices. */
+static dt_tensor *dt__row_indices(
+    dt_ctx *ctx, int64_t rows, int64_t max_rows, const int32_t *indices) {
+    dt_tensor like = { .shape = DT_SHAPE(rows), .max_rows = max_rows };
+    dt_tensor *t = dt__new_output(ctx, &like, DT_I32, like.shape, "dt_input", 0);
+    if (t) (dt_write)(t, indices);
+    return t;
 }
 
 /* Plans which rows this rank sends, and adds the number of rows for each expert to `count` (E). */
@@ -2707,9 +2723,7 @@ static dt_status dt__exchange_send(
         row[i] = r->choices[i] < 0 ? -1 : next[r->choices[i]]++;
         if (row[i] >= 0) token[row[i]] = (int32_t)(i / r->k);
     }
-    dt__vary_rows(ctx, sent, dt__max_sent(r));
-    e->token_of_row = dt_input(ctx, DT_I32, DT_SHAPE(sent), token);
-    ctx->varying_rows = 0;
+    e->token_of_row = dt__row_indices(ctx, sent, dt__max_sent(r), token);
     e->row_of_choice = dt_input(ctx, DT_I32, r->gates->shape, row);
     return dt_error(ctx);
 }
@@ -2730,7 +2744,7 @@ static dt_status dt__exchange_receive(
         return dt_fail(
             ctx, DT_ERR_SHAPE, "dt_dispatch: %lld rows for one rank", (long long)r->rows);
     if (e->ranks == 1) return DT_OK;
-    int64_t max = dt__max_rows(r, e->ranks);
+    int64_t max = dt__max_received(r, e->ranks);
     int32_t *arrival_of_row =
         dt__host_ints(ctx, 2 * (r->rows > max ? r->rows : max) + r->local_experts);
     if (!arrival_of_row) return dt_error(ctx);
@@ -2745,9 +2759,8 @@ static dt_status dt__exchange_receive(
                 arrival_of_row[row] = (int32_t)at;
                 row_of_arrival[at] = row;
             }
-    dt__vary_rows(ctx, r->rows, max);
-    e->arrival_of_row = dt_input(ctx, DT_I32, DT_SHAPE(r->rows), arrival_of_row);
-    e->row_of_arrival = dt_input(ctx, DT_I32, DT_SHAPE(r->rows), row_of_arrival);
+    e->arrival_of_row = dt__row_indices(ctx, r->rows, max, arrival_of_row);
+    e->row_of_arrival = dt__row_indices(ctx, r->rows, max, row_of_arrival);
     return dt_error(ctx);
 }
 
@@ -2778,7 +2791,7 @@ static dt_tensor *dt__permute_rows(
     dt_tensor *x, dt_tensor *order, dt_tensor *inverse, int transient) {
     const char *op = "dt_gather_rows";
     dt_ctx *ctx = dt__op_context(op, 3, x, order, inverse);
-    dt_tensor *y = ctx ? dt__new_output(ctx, x->dtype, x->shape, op, transient) : NULL;
+    dt_tensor *y = ctx ? dt__new_output(ctx, order, x->dtype, x->shape, op, transient) : NULL;
     if (!dt__propagate(op, y, DT__RULE_GATHER, x, order, NULL) ||
         dt__lookup_run(op, x, order, order->data, (size_t)dt_count(order->shape), 0, y->data) !=
             DT_OK)
@@ -2820,13 +2833,12 @@ static dt_tensor *dt__dispatch(dt_tensor *x, dt_routing *r, dt_comm *ep) {
     }
     if (dt__exchange_make(ctx, r, ep) != DT_OK) return NULL;
     const dt__exchange *e = r->exchange;
-    dt__vary_rows(ctx, e->sent, dt__max_sent(r));
     dt_tensor *tokens = dt_reshape(x, DT_SHAPE(r->batch * r->tokens, x->shape.d[2]));
     if (N == 1 || !tokens) return dt_gather_rows(tokens, e->token_of_row);
     /* no backward reads the data of these two */
     dt_tensor *rows = dt__lookup_rows("dt_gather_rows", tokens, e->token_of_row, 1, 1);
-    dt__vary_rows(ctx, r->rows, dt__max_rows(r, N));
-    dt_tensor *arrived = dt__all_to_all_rows(rows, ep, e->rows_to, e->rows_from, 1);
+    dt_tensor *arrived =
+        dt__all_to_all_rows(rows, ep, e->rows_to, e->rows_from, 1, e->arrival_of_row);
     dt_tensor *y = dt__permute_rows(arrived, e->arrival_of_row, e->row_of_arrival, 0);
     dt__drop_early(rows);
     dt__drop_early(arrived);
@@ -2849,11 +2861,9 @@ static dt_tensor *dt__combine(dt_tensor *rows, dt_routing *r) {
     if (e->ranks > 1) {
         /* no backward reads the data of `arrived` */
         dt_tensor *arrived = dt__permute_rows(rows, e->row_of_arrival, e->arrival_of_row, 1);
-        dt__vary_rows(ctx, e->sent, dt__max_sent(r));
-        rows = dt_all_to_all_rows(arrived, e->ep, e->rows_from, e->rows_to);
+        rows = dt__all_to_all_rows(arrived, e->ep, e->rows_from, e->rows_to, 0, e->token_of_row);
         dt__drop_early(arrived);
     }
-    ctx->varying_rows = 0;
     return dt_embedding_bag(rows, e->row_of_choice, r->gates);
 }
 
@@ -2880,47 +2890,49 @@ dt_tensor *dt_expert_linear(
 
 /* ---- public functions: each opens its call site and runs ---- */
 
-/* Defines dt_NAME, which runs dt__NAME with the call site that the macro dt_NAME has set;
-   `first` is an argument that knows the context. */
-#define DT__DEFINE_AT_SITE(name, first, parameters, ...) \
-    dt_tensor *(dt_##name)parameters { \
-        dt_ctx *ctx = (first) ? (first)->ctx : NULL; \
-        dt_site outer = dt__site_open(ctx); \
-        dt_tensor *y = dt__##name(__VA_ARGS__); \
-        dt__site_close(ctx, outer); \
-        return y; \
-    }
-
-DT__DEFINE_AT_SITE(redistribute, x,
-    (dt_tensor * x, dt_comm *comm, dt_placement from, dt_placement to), x, comm, from, to, 0)
-DT__DEFINE_AT_SITE(all_to_all_rows, x,
-    (dt_tensor * x, dt_comm *comm, const int64_t *send_counts, const int64_t *recv_counts), x, comm,
-    send_counts, recv_counts, 0)
+DT__DEFINE_AT_SITE(dt_mesh, mesh_make, ctx, (dt_ctx * ctx, dt_mesh_desc desc), ctx, desc)
 DT__DEFINE_AT_SITE(
-    tp_enter, x, (dt_tensor * x, dt_comm *comm, dt_placement outside), x, comm, outside)
-DT__DEFINE_AT_SITE(column_linear, x,
+    dt_kv_groups, kv_split, ctx, (dt_ctx * ctx, dt_comm *tp, int kv_heads), ctx, tp, kv_heads)
+DT__DEFINE_AT_SITE(dt_tensor *, distribute, ctx,
+    (dt_ctx * ctx, dt_dtype dtype, dt_shape full, const void *host, const dt_axis_placement *axes,
+        int n),
+    ctx, dtype, full, host, axes, n)
+DT__DEFINE_AT_SITE(dt_tensor *, redistribute, x ? x->ctx : NULL,
+    (dt_tensor * x, dt_comm *comm, dt_placement from, dt_placement to), x, comm, from, to, 0)
+DT__DEFINE_AT_SITE(dt_tensor *, all_to_all_rows, x ? x->ctx : NULL,
+    (dt_tensor * x, dt_comm *comm, const int64_t *send_counts, const int64_t *recv_counts), x, comm,
+    send_counts, recv_counts, 0, NULL)
+DT__DEFINE_AT_SITE(dt_tensor *, tp_enter, x ? x->ctx : NULL,
+    (dt_tensor * x, dt_comm *comm, dt_placement outside), x, comm, outside)
+DT__DEFINE_AT_SITE(dt_tensor *, column_linear, x ? x->ctx : NULL,
     (dt_tensor * x, dt_tensor *w, dt_tensor *b, dt_linear_desc desc, dt_comm *comm,
         dt_placement outside),
     x, w, b, desc, comm, outside)
-DT__DEFINE_AT_SITE(row_linear, x,
+DT__DEFINE_AT_SITE(dt_tensor *, row_linear, x ? x->ctx : NULL,
     (dt_tensor * x, dt_tensor *w, dt_tensor *b, dt_tensor *residual, dt_comm *comm,
         dt_placement outside),
     x, w, b, residual, comm, outside)
-DT__DEFINE_AT_SITE(vocab_embedding, table,
+DT__DEFINE_AT_SITE(dt_tensor *, vocab_embedding, table ? table->ctx : NULL,
     (dt_tensor * table, dt_tensor *ids, dt_comm *comm, dt_placement outside), table, ids, comm,
     outside)
-DT__DEFINE_AT_SITE(vocab_cross_entropy, logits,
+DT__DEFINE_AT_SITE(dt_tensor *, vocab_cross_entropy, logits ? logits->ctx : NULL,
     (dt_tensor * logits, dt_tensor *labels, double denominator, dt_loss_desc desc, dt_comm *comm),
     logits, labels, denominator, desc, comm)
-DT__DEFINE_AT_SITE(vocab_linear_cross_entropy, x,
+DT__DEFINE_AT_SITE(dt_tensor *, vocab_linear_cross_entropy, x ? x->ctx : NULL,
     (dt_tensor * x, dt_tensor *w, dt_tensor *labels, double denominator, dt_loss_desc desc,
         dt_comm *comm, dt_placement outside),
     x, w, labels, denominator, desc, comm, outside)
-DT__DEFINE_AT_SITE(cp_attention, q, (dt_tensor * q, dt_tensor *keys, dt_tensor *values, dt_cp *cp),
-    q, keys, values, cp)
-DT__DEFINE_AT_SITE(dispatch, x, (dt_tensor * x, dt_routing *r, dt_comm *ep), x, r, ep)
-DT__DEFINE_AT_SITE(combine, rows, (dt_tensor * rows, dt_routing *r), rows, r)
-#undef DT__DEFINE_AT_SITE
+DT__DEFINE_AT_SITE(dt_tensor *, cp_attention, q ? q->ctx : NULL,
+    (dt_tensor * q, dt_tensor *keys, dt_tensor *values, dt_cp *cp), q, keys, values, cp)
+DT__DEFINE_AT_SITE(
+    dt_tensor *, dispatch, x ? x->ctx : NULL, (dt_tensor * x, dt_routing *r, dt_comm *ep), x, r, ep)
+DT__DEFINE_AT_SITE(
+    dt_tensor *, combine, rows ? rows->ctx : NULL, (dt_tensor * rows, dt_routing *r), rows, r)
+DT__DEFINE_AT_SITE(dt_routing *, route, x ? x->ctx : NULL,
+    (dt_tensor * x, dt_tensor *w, dt_route_desc desc), x, w, desc)
+DT__DEFINE_AT_SITE(dt_status, route_update_bias, bias ? bias->ctx : NULL,
+    (dt_tensor * bias, double *counts, double rate, dt_comm *const *groups, int n), bias, counts,
+    rate, groups, n)
 
 // ==== 17. Pipeline schedules: generators, lowering, checker =====================================
 
@@ -3963,7 +3975,7 @@ static dt_status dt__pipe_post_recv(dt__pipe *p, const dt_action *a) {
     int new_edge = !edge->known && a->recv_from != p->rank;
     if (new_edge && dt__pipe_exchange_shape(p, edge, stage, a->recv_from, NULL) != DT_OK)
         return dt_error(ctx);
-    dt_tensor *t = dt__new_output(ctx, edge->dtype, edge->shape, "dt_pipe_run", !forward);
+    dt_tensor *t = dt__new_output(ctx, NULL, edge->dtype, edge->shape, "dt_pipe_run", !forward);
     if (!t) return dt_error(ctx);
     if (forward) /* groups of the ranks of another stage are not groups of this rank */
         t->placements = &dt__unknown_placements;
@@ -4165,6 +4177,7 @@ static dt_status dt__pipe_check(dt_ctx *ctx, const dt_pipe_desc *d) {
 }
 
 static dt_status dt__pipe_run(dt_ctx *ctx, dt_pipe_desc desc) {
+    if (!ctx) return DT_ERR_ARG;
     if (dt__pipe_check(ctx, &desc) != DT_OK) return dt_error(ctx);
     dt__pipe p = { .ctx = ctx,
         .desc = desc,
@@ -4199,15 +4212,9 @@ static dt_status dt__pipe_run(dt_ctx *ctx, dt_pipe_desc desc) {
     return dt_error(ctx);
 }
 
-dt_status(dt_pipe_run)(dt_ctx *ctx, dt_pipe_desc desc) {
-    if (!ctx) return DT_ERR_ARG;
-    dt_site outer = dt__site_open(ctx);
-    dt_status status = dt__pipe_run(ctx, desc);
-    dt__site_close(ctx, outer);
-    return status;
-}
+DT__DEFINE_AT_SITE(dt_status, pipe_run, ctx, (dt_ctx * ctx, dt_pipe_desc desc), ctx, desc)
 
-dt_status dt_pipe_gather_spans(
+static dt_status dt__pipe_gather_spans(
     dt_comm *comm, const dt_schedule *schedule, const dt_span *mine, dt_span *all) {
     int n = dt_schedule_offset(schedule, dt_schedule_ranks(schedule)), rank = dt_comm_rank(comm);
     double first = HUGE_VAL;
@@ -4223,6 +4230,10 @@ dt_status dt_pipe_gather_spans(
     for (int i = 0; i < n; i++) all[i].begin -= first, all[i].end -= first;
     return status;
 }
+
+DT__DEFINE_AT_SITE(dt_status, pipe_gather_spans, comm ? comm->world->ctx : NULL,
+    (dt_comm * comm, const dt_schedule *schedule, const dt_span *mine, dt_span *all), comm,
+    schedule, mine, all)
 
 // ==== 20. Data order and text datasets: code ====================================================
 
@@ -4464,7 +4475,7 @@ int64_t dt_sampler_next(dt_sampler *s) {
     return s->order[at];
 }
 
-double dt_count_labels(dt_comm *comm, const int32_t *labels, size_t n) {
+static double dt__count_labels(dt_comm *comm, const int32_t *labels, size_t n) {
     double count = 0;
     if (!labels && n > 0) {
         if (comm)
@@ -4475,6 +4486,9 @@ double dt_count_labels(dt_comm *comm, const int32_t *labels, size_t n) {
     dt_sum_doubles(comm, &count, 1);
     return count;
 }
+
+DT__DEFINE_AT_SITE(double, count_labels, comm ? comm->world->ctx : NULL,
+    (dt_comm * comm, const int32_t *labels, size_t n), comm, labels, n)
 
 typedef struct dt__text_file {
     char *path;

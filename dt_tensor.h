@@ -58,10 +58,10 @@
        DT_STATIC           makes all functions static, so that several files may each have their
                            own copy of the code. Each file then needs DT_IMPLEMENTATION, or gcc
                            warns.                                                      (everywhere)
-       DT_NO_KERNELS       leaves out all CPU kernels except fill, copy, cast, reduce and permute,
-                           for a program that only communicates (dt_comm.h). With -O3 the program
-                           compiles in a third of the time and is less than half as large. On the
-                           CPU an op that needs another kernel fails with DT_ERR_UNSUPPORTED.
+       DT_NO_KERNELS       leaves out all CPU kernels except fill, copy, cast, digest, reduce and
+                           permute, for a program that only communicates (dt_comm.h). With -O3 the
+                           program compiles in a third of the time and is less than half as large.
+                           On the CPU an op that needs another kernel fails: DT_ERR_UNSUPPORTED.
                                                                                    (implementation)
        DT_USE_CBLAS        computes f32 and f64 matrix products with <cblas.h>. Link a BLAS, for
                            example with -lopenblas.                                (implementation)
@@ -160,8 +160,7 @@
 #define DT_PRINTF(fmt, args) __attribute__((format(printf, fmt, args)))
 
 /* The implementations are written in C. Between DT__CPP_WARNINGS_OFF and DT__CPP_WARNINGS_ON, C++
-   compilers do not warn about compound literals, designated initialisers, and fields without an
-   initialiser. */
+   compilers do not warn about compound literals, designated initialisers or missing ones. */
 #if defined(__cplusplus) && defined(__GNUC__)
 #define DT__CPP_WARNINGS_OFF \
     _Pragma("GCC diagnostic push") _Pragma("GCC diagnostic ignored \"-Wpedantic\"") \
@@ -269,43 +268,17 @@ DT_API int64_t dt_count(dt_shape shape);
    `accumulate` is 1, the kernel adds the finished result to the output; if `accumulate` is 0, the
    kernel overwrites the output. In the formulas (+)= stands for both. The order of each sum depends
    only on the array sizes that the kernel's comment names. */
+// clang-format off
 #define DT__FLOAT_KERNELS(X) \
-    X(init) \
-    X(sum) \
-    X(max) \
-    X(binary) \
-    X(unary) \
-    X(unary_back) \
-    X(glu) \
-    X(glu_back) \
-    X(softmax) \
-    X(softmax_back) \
-    X(norm) \
-    X(norm_back) \
-    X(rope) \
-    X(dropout) \
-    X(embedding) \
-    X(embedding_back) \
-    X(topk) \
-    X(scatter) \
-    X(matmul) \
-    X(attention) \
-    X(attention_back) \
-    X(cross_entropy) \
-    X(cross_entropy_merge) \
-    X(cross_entropy_back) \
-    X(mse) \
-    X(mse_back) \
-    X(square_sums) \
-    X(adamw) \
-    X(sgd) \
-    X(momentum) \
-    X(frozen_adam) \
-    X(sign_pack) \
-    X(sign_unpack)
+    X(init) X(sum) X(max) X(binary) X(unary) X(unary_back) X(glu) X(glu_back) X(softmax) \
+    X(softmax_back) X(norm) X(norm_back) X(rope) X(dropout) X(embedding) X(embedding_back) X(topk) \
+    X(scatter) X(matmul) X(attention) X(attention_back) X(square_sums) X(cross_entropy) \
+    X(cross_entropy_merge) X(cross_entropy_back) X(mse) X(mse_back) X(adamw) X(sgd) X(momentum) \
+    X(frozen_adam) X(sign_pack) X(sign_unpack)
+// clang-format on
 /* Kernels that exist on the CPU once for each compute type and instruction set. */
 #define DT__VARIANT_KERNELS(X) X(fill) X(reduce) X(permute) DT__FLOAT_KERNELS(X)
-#define DT_KERNELS(X) X(copy) X(cast) DT__VARIANT_KERNELS(X)
+#define DT_KERNELS(X) X(copy) X(cast) X(digest) DT__VARIANT_KERNELS(X)
 
 typedef struct dt_fill_args { /* out[i] = value */
     dt_dtype dtype;
@@ -365,8 +338,7 @@ typedef struct dt_reduce_args {
     /* n_copies further outputs, which receive the same result; each may also be an input */
     void *const *copies;
     int n_copies;
-    /* 1 is a hint that the outputs are not inputs and not in a nearby cache, so that non-temporal
-       stores are faster */
+    /* 1 (a hint): outputs are not inputs nor in a near cache, so non-temporal stores are faster */
     int non_temporal;
 } dt_reduce_args;
 
@@ -494,8 +466,7 @@ typedef struct dt_norm_args {
     size_t work_bytes; /* at least dt_row_work(cols, dtype) */
 } dt_norm_args;
 
-/* Backward of norm. Each of dx, dgain and dbias may be NULL. Sums over rows add the rows in
-   ascending order. */
+/* Backward of norm. Each of dx, dgain and dbias may be NULL. Rows are added in ascending order. */
 typedef struct dt_norm_back_args {
     dt_dtype dtype;
     void *dx, *dgain, *dbias;
@@ -603,8 +574,7 @@ typedef struct dt_matmul_args {
     const void *bias;                     /* (n) of T, or NULL */
     const void *residual;                 /* of c's shape, but always of T; or NULL */
     int activation;                       /* the DT_ACT_* that is act; not DT_ACT_AFFINE */
-    /* receives A B + bias, the value before the activation; of c's shape, but always of T; or
-       NULL */
+    /* NULL, or receives A B + bias, before the activation; of c's shape, but always of T */
     void *pre_activation;
     /* 1: computes the backward of the activation instead: c = (A B) * act'(pre_activation) */
     int activation_backward;
@@ -741,6 +711,22 @@ typedef struct dt_square_sums_args {
     size_t count;
 } dt_square_sums_args;
 
+/* Digest of the elements [offset, offset + count) of a tensor, to compare copies: the sum modulo
+   2^64 of each word (4 bytes, or a smaller element) times a weight, for word i of the tensor
+   w = (i + 1) * 2654435761; w = (w ^ w >> 15) * 2246822507; w ^= w >> 13, modulo 2^32. out[p] is
+   the digest of range p; each range has (number of words) / parts + 1 words, so the last ranges may
+   be empty. Digests of ranges add up. In a tensor of fewer than 2^32 - 1 words a changed word or a
+   swap of two changes the digest, because weights are less than 2^32, distinct and not 0. */
+#define DT_DIGEST_PARTS 256
+typedef struct dt_digest_args {
+    dt_dtype dtype;
+    uint64_t *out; /* (parts) */
+    const void *in;
+    size_t count;
+    uint64_t offset;
+    size_t parts; /* 1 to DT_DIGEST_PARTS */
+} dt_digest_args;
+
 /* One optimizer step over a flat array. AdamW: arXiv:1711.05101. Adam with L2 (coupled):
    arXiv:1412.6980. */
 typedef struct dt_adamw_args {
@@ -751,8 +737,7 @@ typedef struct dt_adamw_args {
     void *m, *v;
     size_t count;
     double lr, beta1, beta2, eps, weight_decay, grad_scale; /* the gradient is grad * grad_scale */
-    /* number of this step, counted from 1, for the bias correction 1 - beta^step; INT64_MAX means
-       no correction */
+    /* this step, from 1, for the bias correction 1 - beta^step; INT64_MAX: no correction */
     int64_t step;
     /* 0: weight decay is decoupled from the moments (AdamW); 1: weight decay is added to the
        gradient (Adam) */
@@ -762,8 +747,7 @@ typedef struct dt_adamw_args {
     dt_dtype model_dtype;
     void *model_param;
     /* Linked list of further arrays to update in the same call; the last has next = NULL. A GPU
-       updates many small arrays in one launch. All arrays have the same types and do not
-       overlap. */
+       updates many small arrays in one launch. All have the same types and do not overlap. */
     const struct dt_adamw_args *next;
 } dt_adamw_args;
 
@@ -816,8 +800,7 @@ typedef struct dt_sign_pack_args {
     void *error; /* before the call the error of the last messages, then of these */
     const void *v;
     size_t count, parts;
-    /* two doubles for each DT_PIECE elements of count, plus one double; the CPU needs no scratch
-       memory */
+    /* two doubles for each DT_PIECE elements of count, and one more; the CPU needs no scratch */
     void *work;
     size_t work_bytes;
 } dt_sign_pack_args;
@@ -1086,9 +1069,9 @@ DT_API size_t dt_printable(const char *s);
 
 /* CALL SITES. Functions that wait for other ranks are also macros, which pass the source line of
    the call: error texts, wait reports and records of operations name that line. Ops are no macros:
-   if an op at ZeRO-3 has to wait for a parameter's values, the line is one of dt_zero.h. To name a
-   function itself, for example to take its address, put its name in parentheses or write no
-   argument list after it. */
+   if an op at ZeRO-3 has to wait for a parameter's values, error texts name the op instead of a
+   line. To name a function itself, for example to take its address, put its name in parentheses or
+   write no argument list after it. */
 typedef struct dt_site {
     const char *file; /* NULL: not known */
     int line;
@@ -1118,8 +1101,7 @@ DT_API void dt_memory_reset_peak(dt_ctx *ctx);
    DT_ERR_MEM. The error text has `what` and the bytes, and the log hook gets a notice with the live
    bytes and the peak of each class. */
 DT_API void *dt_alloc(dt_ctx *ctx, dt_mem mem, size_t bytes, const char *what);
-/* [local] Frees memory from dt_alloc. Pass the `mem` and `bytes` of the allocation. p may be
-   NULL. */
+/* [local] Frees memory from dt_alloc, with `mem` and `bytes` of the allocation; p may be NULL. */
 DT_API void dt_free(dt_ctx *ctx, dt_mem mem, void *p, size_t bytes);
 /* [local] dt_pin allocates pinned host memory of class DT_MEM_HOST: a device copies to and from
    this memory without the CPU. Before dt_unpin, wait for the copies in flight, because dt_unpin
@@ -1217,38 +1199,36 @@ typedef struct dt_placement {
 typedef struct dt_placements dt_placements;
 
 struct dt_tensor { /* your code may read and print a tensor; only ops write it */
-    /* Device memory, dense, row-major. The data have one owner: the bucket of a parameter, the base
-       of a view, else the memory that `storage` names. NULL after the data were dropped, and for a
-       parameter that has no storage yet or is not gathered. */
+    /* Device memory, dense, row-major. Its owner is the bucket (parameters), the base (views), else
+       the tensor itself or its block. NULL after the data were dropped, and for a parameter without
+       storage or that is not gathered. */
     void *data;
     /* The gradient: memory like `data`, but in f32 for a bf16 or f16 parameter. dt_backward sets
        the gradient of parameters and dt_require_grad tensors, except of parameters at ZeRO-2 and
        ZeRO-3, where a rank keeps only a shard of the gradient (dt_zero_grad). The gradient of any
-       other tensor is valid only during its block's backward; with transient_grad, only until the
-       backward of its op. */
+       other tensor is valid only during its block's backward; that of a transient tensor, only
+       until the backward of its op. */
     void *grad;
     dt_shape shape; /* local shape, that of this rank's slice */
     dt_dtype dtype;
     const char *name; /* the name of the parameter, or of the op that made the tensor */
     dt_ctx *ctx;
     int needs_grad;
-    dt_tensor *base;          /* in a view: the tensor whose data and gradient the view uses */
-    dt_param_info *param;     /* NULL if not a parameter */
-    dt_block_state *block;    /* the block to which the tensor belongs */
-    struct dt_node *producer; /* the recorded op that made this tensor, or NULL */
-    /* number of times that an op took this tensor as an input; ops under dt_no_grad do not count */
-    int readers;
-    const dt_placements *placements; /* NULL: LOCAL; see dt_placement_of */
+    dt_tensor *base;      /* in a view: the tensor whose data and gradient the view uses */
+    dt_param_info *param; /* NULL if not a parameter */
+
+    /* private: */
+    dt_block_state *block;           /* the block to which the tensor belongs */
+    int block_index;                 /* of the dt_block call that made it; 0: outside of blocks */
     dt_tensor *next;                 /* in the list of the tensors of a block, newest first */
-    /* DT__IN_ARENA .. DT__DEAD: which memory holds `data`, and when the data are dropped (section
-       16) */
-    int storage;
-    int block_index; /* number of the dt_block call that made the tensor; 0: outside of blocks */
-    /* DT__TRANSIENT_GRAD ..: the gradient has a buffer of its own (section 16); 0: the gradient is
-       in the arena of its block's gradients */
-    int transient_grad;
-    int read_by_weights; /* 1 if the weight half of an op's backward reads the data */
-    size_t reserved;     /* bytes for the largest possible number of rows, if it varies; else 0 */
+    struct dt_node *producer;        /* the recorded op that made this tensor, or NULL */
+    int readers;                     /* how many ops took it as an input, except under dt_no_grad */
+    int read_by_weights;             /* 1: the weight half of an op's backward reads the data */
+    const dt_placements *placements; /* NULL: LOCAL; see dt_placement_of */
+    /* DT__IN_ARENA .., DT__GRAD_IN_ARENA ..: who owns `data` and `grad` (section 16) */
+    int storage, grad_storage;
+    /* if dimension 0 varies from step to step: its largest size, or DT__NO_BOUND; else 0 */
+    int64_t max_rows;
 };
 
 typedef struct dt_init {
@@ -1449,8 +1429,7 @@ typedef struct dt_buckets_desc {
 DT_API dt_status dt_buckets_make(dt_ctx *ctx, dt_buckets_desc desc);
 DT_API int dt_bucket_count(const dt_ctx *ctx);
 DT_API dt_bucket *dt_bucket_get(const dt_ctx *ctx, int index);
-/* [local] Clears the gradients, also reduced ones: the next backward starts the gradient sums from
-   zero. */
+/* [local] Clears the gradients, also reduced ones: the next backward starts their sums from 0. */
 DT_API void dt_clear_grads(dt_ctx *ctx);
 
 typedef enum dt_phase {
@@ -1493,8 +1472,7 @@ typedef struct dt_listener {
     void (*reset)(dt_ctx *ctx, void *user); /* called after dt_reset has freed the tensors */
     /* Called before the host waits for the device without a timeout, because pending operations may
        depend on other ranks. Finishes the operations in flight; if `all` is 1, also operations that
-       the program has started but not waited for. Returns 1 if no pending operation still runs on
-       the device. */
+       the program has started but not waited for. Returns 1 if none still runs on the device. */
     int (*drain)(dt_ctx *ctx, int all, void *user);
     struct dt_listener *next; /* set by dt_listen */
 } dt_listener;
@@ -1537,8 +1515,7 @@ DT_API dt_tensor *dt_grouped_linear(
    results of the group's ranks are partial sums (DT_PARTIAL). */
 DT_API dt_tensor *dt_embedding(dt_tensor *table, dt_tensor *ids);
 
-/* Layer normalization of x (..,C) with gain (C) and bias (C); eps 0 means 1e-5.
-   arXiv:1607.06450. */
+/* Layer normalization of x (..,C), gain (C) and bias (C); eps 0 means 1e-5. arXiv:1607.06450. */
 DT_API dt_tensor *dt_layernorm(dt_tensor *x, dt_tensor *gain, dt_tensor *bias, double eps);
 /* RMSNorm of x (..,C) with gain (C): x / sqrt(mean(x^2) + eps) * gain; eps 0 means 1e-5.
    arXiv:1910.07467. */
@@ -1660,8 +1637,7 @@ typedef struct dt_loss_desc {
     /* weight of the z-loss: the backward adds the gradient of z_weight * sum of lse^2 / denominator
        (arXiv:2204.02311) */
     double z_weight;
-    /* if not NULL, receives the f64 scalar sum of lse^2 / denominator; the loss does not include
-       it */
+    /* NULL, or receives the f64 scalar sum of lse^2 / denominator, which is not in the loss */
     dt_tensor **z_loss;
     /* if shard.count > 0, vocab is the number of this rank's columns without padding, and 0 means
        that all of them are padding */
@@ -1751,6 +1727,10 @@ typedef struct dt_record_desc {
 } dt_record_desc;
 /* [local] Returns a new tensor with undefined contents, which belongs to the current block. */
 DT_API dt_tensor *dt_new(dt_ctx *ctx, dt_dtype dtype, dt_shape shape);
+/* [local] As dt_new, for an op whose output has x's dimension 0. If that dimension varies from step
+   to step (dt_dispatch), allocates for the largest size, so that later steps do not allocate; if
+   shape.d[0] is not x's, allocates as dt_new does. There is no transient form. */
+DT_API dt_tensor *dt_new_rows(const dt_tensor *x, dt_dtype dtype, dt_shape shape);
 /* [local] Returns a new transient tensor: its data are dropped when the forward of its block ends,
    and made again by desc.recompute before a backward that reads them. Its gradient is dropped after
    the backward of its op. A transient tensor is needed only for a short time, for example a partial
@@ -1947,8 +1927,7 @@ typedef struct dt_json_out {
     char *text;
     size_t used, capacity;
 } dt_json_out;
-/* [local] dt_json_open begins an object (bracket '{') or an array ('['). dt_json_close ends it ('}'
-   or ']'). */
+/* [local] dt_json_open begins an object ('{') or an array ('['); dt_json_close ends it. */
 DT_API void dt_json_open(dt_json_out *out, const char *key, char bracket);
 DT_API void dt_json_close(dt_json_out *out, char bracket);
 /* [local] Writes a string; value NULL is written as null. */
@@ -2130,8 +2109,7 @@ const char *dt_status_name(dt_status status) {
     return i >= 0 && i <= (int)DT_ERR_UNSUPPORTED ? names[i] : "unknown status";
 }
 
-/* Checked product and sum of counts. Return 0 if an operand is negative or the result overflows,
-   else 1. */
+/* Checked product and sum of counts. Return 1; 0 after an overflow or for a negative operand. */
 static int dt__mul_ok(int64_t a, int64_t b, int64_t *out) {
     return a >= 0 && b >= 0 && !__builtin_mul_overflow(a, b, out);
 }
@@ -2228,8 +2206,7 @@ static void dt__sort(uint32_t *v, uint32_t *scratch, size_t n, dt__less_fn less,
 }
 
 /* Returns the digest of bytes that are compared with the same bytes in another run, on another rank
-   or in a file. `h` is the digest of the bytes before them. dt__words_digest (dt_zero.h) has
-   another purpose: the digests of parts can be added up over ranks. */
+   or in a file. `h` is the digest of the bytes before them. */
 static uint64_t dt__digest(uint64_t h, const void *data, size_t bytes) {
     for (size_t i = 0; i < bytes; i += 8) {
         uint64_t word = 0;
@@ -2731,12 +2708,6 @@ struct dt_ctx {
     /* free arenas for the data of recomputed blocks */
     dt__arena *recompute_pool;
     int n_arenas; /* number of arenas that both pools have made */
-    /* 1 between dt_dispatch and dt_combine, where the number of rows depends on the routing. A
-       tensor with `rows` rows then gets memory for max_rows rows, so that every step needs the same
-       memory */
-    int varying_rows;
-    int64_t rows;     /* the number of rows in this step */
-    int64_t max_rows; /* the largest possible number of rows; 0 if it is not known */
     /* fingerprint of the ops that the current block has recorded; 0 if there are none */
     uint64_t fingerprint;
     int recomputing; /* nesting depth of second runs of recomputed blocks */
@@ -3058,17 +3029,41 @@ void dt_log(dt_ctx *ctx, int level, const char *fmt, ...) {
     ctx->host.log(ctx->host.user, level, ctx->rank, text);
 }
 
+/* Returns " at train.c:88"; for a gather of an op, whose line is not known, " in dt_linear". Cuts
+   the name as the frames between ranks do, so that a text shows each site in one form. */
+static dt__text dt__site_text(const char *file, int line) {
+    if (!file || !file[0]) return dt__format("%s", "");
+    if (!line) return dt__format(" in %.31s", file);
+    const char *slash = strrchr(file, '/');
+    return dt__format(" at %.31s:%d", slash ? slash + 1 : file, line);
+}
+
+/* Returns 1 if a text names a call site; " at t.c:88" does not name " at t.c:8". */
+static int dt__names_site(const char *text, const dt__text *at) {
+    for (const char *s = text; (s = strstr(s, at->s)) != NULL; s++) {
+        int c = s[at->used], letter = c | 32;
+        if (c != '_' && (c < '0' || c > '9') && (letter < 'a' || letter > 'z')) return 1;
+    }
+    return 0;
+}
+
 dt_status dt_fail(dt_ctx *ctx, dt_status status, const char *fmt, ...) {
     va_list args;
     if (!ctx || status == DT_OK || ctx->status != DT_OK) return status;
     ctx->status = status;
-    int n = snprintf(ctx->text, sizeof ctx->text, "rank %d: ", ctx->rank);
+    dt__text at = dt__site_text(ctx->site.file, ctx->site.line);
+    const char *called = ctx->site.line ? "; called" : ";";
+    size_t site_bytes = at.used + strlen(called), capacity = sizeof ctx->text - site_bytes;
+    int n = snprintf(ctx->text, capacity, "rank %d: ", ctx->rank);
     va_start(args, fmt);
-    vsnprintf(ctx->text + n, sizeof ctx->text - (size_t)n, fmt ? fmt : "no reason was given", args);
+    vsnprintf(ctx->text + n, capacity - (size_t)n, fmt ? fmt : "no reason was given", args);
     va_end(args);
     /* the sign of a NaN is unspecified, so printf may print nan or -nan: remove the sign */
     for (char *s = strstr(ctx->text, " -nan"); s; s = strstr(s + 1, " -nan"))
         if (strchr(" ,:;)", s[5])) memmove(s + 1, s + 2, strlen(s + 2) + 1);
+    /* name the user's line, unless the text does; a peer's text already names the peer's line */
+    if (status != DT_ERR_PEER && !dt__names_site(ctx->text, &at))
+        snprintf(strchr(ctx->text, 0), site_bytes + 1, "%s%s", called, at.s);
     dt__escape(ctx->text, sizeof ctx->text);
     int logged = status == DT_ERR_PEER; /* if another rank failed first, it logs the error */
     for (dt_listener *l = ctx->listeners; l; l = l->next)
@@ -3078,7 +3073,8 @@ dt_status dt_fail(dt_ctx *ctx, dt_status status, const char *fmt, ...) {
 }
 
 dt_ctx *dt_ctx_here(dt_ctx *ctx, const char *file, int line) {
-    dt_site here = { file, line };
+    size_t n = file && line ? strlen(file) : 0;
+    dt_site here = { n > 31 ? file + n - 31 : file, line }; /* the last 31 bytes, as DT_SITE */
     if (ctx) ctx->next_site = here;
     return ctx;
 }
@@ -3103,6 +3099,16 @@ static dt_site dt__site_open(dt_ctx *ctx) {
 static void dt__site_close(dt_ctx *ctx, dt_site outer) {
     if (ctx) ctx->site = outer;
 }
+
+/* Defines dt_NAME: dt__NAME with the call site that its macro has set; `context` may be NULL. */
+#define DT__DEFINE_AT_SITE(type, name, context, parameters, ...) \
+    type(dt_##name) parameters { \
+        dt_ctx *at = (context); \
+        dt_site outer = dt__site_open(at); \
+        type result = dt__##name(__VA_ARGS__); \
+        dt__site_close(at, outer); \
+        return result; \
+    }
 
 dt_status dt_error(const dt_ctx *ctx) { return ctx ? ctx->status : DT_ERR_MEM; }
 const char *dt_error_text(const dt_ctx *ctx) {
@@ -3166,6 +3172,11 @@ static dt_status dt__sync(dt_ctx *ctx) {
             "the CPU's kernels (dt_kernels_cpu) would name it",
             ctx->kernels.name);
     return status == DT_OK ? DT_OK : dt_fail(ctx, status, "waiting for %s", ctx->kernels.name);
+}
+
+/* Copies bytes and waits for the copy, so that both memories can be used at once. */
+static dt_status dt__move_now(dt_ctx *ctx, void *to, const void *from, size_t bytes) {
+    return dt__move(ctx, to, from, bytes) == DT_OK ? dt__sync(ctx) : ctx->status;
 }
 
 static dt_status dt__fill(dt_ctx *ctx, dt_dtype dtype, void *out, size_t count, double value) {
@@ -3401,7 +3412,7 @@ struct dt_placements {
     int n;
     int any; /* 1: an op of the user made the tensor, so nothing is known over other groups */
     /* of two groups that shard one dimension, the second shards the slices of the first */
-    dt__placed over[DT__MAX_PLACED];
+    dt__placed by_group[DT__MAX_PLACED];
 };
 
 /* Nothing is known about the tensor over any group. */
@@ -3410,7 +3421,7 @@ static const dt_placements dt__unknown_placements = { .n = 0, .any = 1 };
 /* Appends a placement. Forgets all of them if there are too many groups. */
 static void dt__placements_add(dt_placements *list, dt__placed p) {
     if (list->n < DT__MAX_PLACED) {
-        list->over[list->n++] = p;
+        list->by_group[list->n++] = p;
     } else {
         list->n = 0;
         list->any = 1;
@@ -3544,8 +3555,7 @@ dt_tensor *dt_param_find(const dt_ctx *ctx, const char *name) {
     return NULL;
 }
 
-/* Returns 1 if two parameters can share a bucket, because every bucket operation treats both in the
-   same way. */
+/* Returns 1 if two parameters can share a bucket: every bucket operation treats both alike. */
 static int dt__same_bucket(const dt_tensor *a, const dt_tensor *b) {
     const dt_param_desc *x = &a->param->desc, *y = &b->param->desc;
     if (a->dtype != b->dtype || a->param->scope != b->param->scope || !x->frozen != !y->frozen)
@@ -3886,7 +3896,7 @@ static void dt__params_free(dt_ctx *ctx) {
        freed when another size is needed
      - a tensor may have another size in each step, for example the rows that experts receive. A
        tensor gets the first free buffer of any size, in the order in which the buffers were made;
-       a buffer that is too small is replaced. Tensors of DT__HALVES have fixed sizes
+       a buffer that is too small is replaced. Tensors of DT__SPLIT_BACKWARD have fixed sizes
      - a pool of arenas hands out the first free arena, in the order in which they were made */
 
 #if defined(__SANITIZE_ADDRESS__)
@@ -4217,29 +4227,37 @@ static void dt__block_size_end(dt_ctx *ctx, dt_block_state *b) {
 /* Who owns a tensor's data, and when the data are dropped. Parameters follow their bucket and views
    their base; any other tensor's `storage` is:
 
-       storage         memory              dropped when                       made again by
-       DT__IN_ARENA    the block's arena   a recomputed block ends; reset     the block's second run
-       DT__TRANSIENT   its own, COMM       its block ends; again after the    node->recompute, if a
-                                           backward of its op                 backward reads them
-       DT__NO_GRAD     its own, ACTS       its block ends or the next block   nothing
-                                           begins; see dt_no_grad
-       DT__KEPT        its own, ACTS       reset                              nothing
-       DT__HALVES      its own, ACTS       after the input half, unless the   the block's second run
-                                           weight half reads them; reset
-       DT__DEAD        none                by the last reset                  nothing
+       storage              memory          dropped when                      made again by
+       DT__IN_ARENA         block's arena   a recomputed block ends; reset    the block's second run
+       DT__TRANSIENT        its own, COMM   its block ends; again after the   node->recompute, if a
+                                            backward of its op                backward reads them
+       DT__NO_GRAD          its own, ACTS   its block ends or the next        nothing
+                                            block begins; see dt_no_grad
+       DT__KEPT             its own, ACTS   reset                             nothing
+       DT__SPLIT_BACKWARD   its own, ACTS   after the input half, unless      the block's second run
+                                            the weight half reads them; reset
+       DT__DEAD             none            by the last reset                 nothing
 
    In the root, transient data stay until the backward of their op or the reset, because no call
    marks the end of the root's forward. A tensor of DT__NO_GRAD that a recorded op has read is not
    dropped before the reset, because the op's backward may read it. `data` is NULL from the drop
-   on. DT__HALVES keeps the memory of zero bubble schedules low, in which several micro-batches wait
-   for their weight half; tensors below DT__MIN_HALVES bytes, and those whose size depends on the
-   data, stay in the arena. */
-enum { DT__IN_ARENA = 0, DT__TRANSIENT, DT__NO_GRAD, DT__KEPT, DT__HALVES, DT__DEAD };
-enum { DT__MIN_HALVES = 1 << 10 };
+   on. DT__SPLIT_BACKWARD keeps the memory of zero bubble schedules low, in which several
+   micro-batches wait for their weight half; tensors below DT__MIN_SPLIT_BACKWARD bytes, and those
+   whose size depends on the data, stay in the arena. */
+enum { DT__IN_ARENA = 0, DT__TRANSIENT, DT__NO_GRAD, DT__KEPT, DT__SPLIT_BACKWARD, DT__DEAD };
+enum { DT__NO_BOUND = -1 };                /* value of max_rows: the size has no bound */
+enum { DT__MIN_SPLIT_BACKWARD = 1 << 10 }; /* bytes; smaller tensors stay in the arena */
 
-/* Returns the bytes of memory for the data, or the gradient, of t. */
+/* Returns the bytes of memory for the data, or the gradient, of t for max_rows rows. */
 static size_t dt__reserved_bytes(const dt_tensor *t) {
-    return t->reserved > dt__bytes(t) ? t->reserved : dt__bytes(t);
+    dt_shape shape = t->shape;
+    if (t->max_rows > shape.d[0]) shape.d[0] = t->max_rows;
+    return (size_t)dt_count(shape) * dt_dtype_size(t->dtype);
+}
+
+/* Returns max_rows of a tensor that keeps dimension 0 of x, which may be NULL. */
+static int64_t dt__max_rows_kept(const dt_tensor *x, dt_shape shape) {
+    return x && shape.nd > 0 && x->shape.nd > 0 && shape.d[0] == x->shape.d[0] ? x->max_rows : 0;
 }
 
 /* Gives t memory for its data. Returns the data; NULL after a failure. */
@@ -4249,7 +4267,7 @@ static void *dt__data_alloc(dt_tensor *t) {
     size_t bytes = DT__ASAN ? dt__bytes(t) : (dt__reserved_bytes(t) + 63) / 64 * 64;
     t->data = t->storage == DT__IN_ARENA
                   ? dt__arena_alloc(ctx, t->block->acts, bytes)
-                  : dt__buffer_acquire_at(ctx, mem, bytes, t->storage != DT__HALVES);
+                  : dt__buffer_acquire_at(ctx, mem, bytes, t->storage != DT__SPLIT_BACKWARD);
     return t->data;
 }
 
@@ -4263,15 +4281,20 @@ static void dt__data_drop_if_unread(dt_tensor *t) {
     if (t->storage == DT__NO_GRAD && !t->readers) dt__data_drop(t);
 }
 
-/* Values of transient_grad: the gradient has a buffer of its own. That of DT__TRANSIENT_GRAD has
-   class COMM, that of DT__HALVES_GRAD, of a tensor of DT__HALVES, class ACTS; both live until the
-   backward of the tensor's op. That of DT__KEPT_GRAD has class ACTS and lives until the reset. */
-enum { DT__TRANSIENT_GRAD = 1, DT__HALVES_GRAD, DT__KEPT_GRAD };
+/* Who owns a tensor's gradient: its `grad_storage` is
+
+       grad_storage              memory                        dropped after the
+       DT__GRAD_IN_ARENA         arena of its block's grads    backward of the block
+       DT__GRAD_TRANSIENT        its own, COMM                 backward of the tensor's op
+       DT__GRAD_SPLIT_BACKWARD   as DT__SPLIT_BACKWARD         backward of the tensor's op
+       DT__GRAD_KEPT             its own, ACTS                 reset; see dt_require_grad */
+enum { DT__GRAD_IN_ARENA = 0, DT__GRAD_TRANSIENT, DT__GRAD_SPLIT_BACKWARD, DT__GRAD_KEPT };
 
 /* Drops the gradient of t if it has a buffer of its own. Before the reset, leaves one of
-   DT__KEPT_GRAD. */
+   DT__GRAD_KEPT. */
 static void dt__grad_drop(dt_tensor *t, int at_reset) {
-    if (!t->transient_grad || (t->transient_grad == DT__KEPT_GRAD && !at_reset)) return;
+    if (t->grad_storage == DT__GRAD_IN_ARENA) return;
+    if (t->grad_storage == DT__GRAD_KEPT && !at_reset) return;
     dt__buffer_release(t->ctx, t->grad);
     t->grad = NULL;
 }
@@ -4311,14 +4334,20 @@ static dt_status dt__ensure_storage(dt_ctx *ctx) {
 }
 
 /* Makes the values of x readable if x is a parameter: allocates storage and gathers a sharded
-   bucket. x may be a view of a parameter, whose data pointer is then updated too. */
-static dt_status dt__ensure_values(dt_tensor *x) {
+   bucket for `op`; NULL: outside of ops. If x is a view of a parameter, updates its data pointer
+   too. */
+static dt_status dt__ensure_values(const char *op, dt_tensor *x) {
     dt_tensor *t = dt__owner(x);
     dt_ctx *ctx = t->ctx;
+    dt_site outer = ctx->site, in_op = { op, 0 };
     if (t->param && dt__ensure_storage(ctx) != DT_OK) return ctx->status;
+    ctx->outside_op = !op;
+    if (!outer.file) ctx->site = in_op;
     if (t->param && !t->data)
         for (dt_listener *l = ctx->listeners; l; l = l->next)
             if (l->gather) l->gather(ctx, t->param->bucket, l->user);
+    ctx->outside_op = 0;
+    ctx->site = outer;
     if (t->param && !t->data)
         return dt_fail(ctx, DT_ERR_ARG,
             "%s: its values are sharded over ranks, and nothing gathers "
@@ -4328,24 +4357,16 @@ static dt_status dt__ensure_values(dt_tensor *x) {
     return ctx->status;
 }
 
-static dt_status dt__gather_outside_op(dt_tensor *t) {
-    t->ctx->outside_op = 1;
-    dt_status status = dt__ensure_values(t);
-    t->ctx->outside_op = 0;
-    return status;
-}
-
 /* Copies a tensor outside of any op: writes the tensor if `from` is not NULL, else reads it to
    `host`. If this access gathered a sharded parameter, the gathered values are released at once. */
 static dt_status dt__read_or_write(dt_tensor *t, void *host, const void *from) {
     dt_ctx *ctx = t->ctx;
     dt_param_info *param = dt__owner(t)->param; /* t may be a view */
     int gathered = param && !dt__owner(t)->data;
-    if (param && dt__gather_outside_op(t) != DT_OK) return ctx->status;
-    dt_bucket *bucket = param ? param->bucket : NULL;
+    if (param && dt__ensure_values(NULL, t) != DT_OK) return ctx->status;
     dt__move(ctx, from ? t->data : host, from ? from : t->data, dt__bytes(t));
     if (ctx->status == DT_OK) dt__sync(ctx);
-    if (bucket) dt__bucket_release(ctx, bucket, from != NULL, gathered);
+    if (param) dt__bucket_release(ctx, param->bucket, from != NULL, gathered);
     return ctx->status;
 }
 
@@ -4389,8 +4410,7 @@ static void dt__block_free(dt_ctx *ctx, dt_block_state *b) {
     dt_free(ctx, DT_MEM_HOST, b, sizeof *b);
 }
 
-/* Calls the listeners' reset, in which they cancel prefetches and drop pointers to freed
-   tensors. */
+/* Calls the listeners' reset: they cancel prefetches and drop pointers to freed tensors. */
 static void dt__notify_reset(dt_ctx *ctx) {
     for (dt_listener *l = ctx->listeners; l; l = l->next)
         if (l->reset) l->reset(ctx, l->user);
@@ -4408,7 +4428,7 @@ void dt_reset(dt_ctx *ctx) {
     dt__block_release(ctx, root);
     root->pool[0] = root->sibling; /* the root stays in use, so take it from the pool */
     root->sibling = NULL;
-    root->backward_done = root->n_blocks = root->split = ctx->varying_rows = 0;
+    root->backward_done = root->n_blocks = root->split = 0;
     if (root->pending_uses)
         memset(root->pending_uses, 0, (size_t)ctx->n_params * sizeof *root->pending_uses);
     ctx->current = root;
@@ -4514,37 +4534,32 @@ static dt_tensor *dt__tensor(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const 
     return t->block->tensors = t;
 }
 
-/* Makes the output of an op. transient 1: makes a transient tensor, see dt_new_transient. */
-static dt_tensor *dt__new_output(
-    dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const char *name, int transient) {
+/* Makes the output of an op that keeps dimension 0 of `rows`, which may be NULL. transient 1: makes
+   a transient tensor, see dt_new_transient. */
+static dt_tensor *dt__new_output(dt_ctx *ctx, const dt_tensor *rows, dt_dtype dtype, dt_shape shape,
+    const char *name, int transient) {
     dt_tensor *t = dt__tensor(ctx, dtype, shape, name);
     if (!t) return NULL;
     int no_grad = ctx->no_grad && (t->block->no_grad || t->block == ctx->root);
-    int varies = ctx->varying_rows && shape.nd > 0 && shape.d[0] == ctx->rows;
-    if (varies && ctx->max_rows > ctx->rows) {
-        shape.d[0] = ctx->max_rows;
-        t->reserved = (size_t)dt_count(shape) * dt_dtype_size(dtype);
-    }
-    int split = ctx->root->split && (!varies || ctx->max_rows > 0) &&
-                dt__reserved_bytes(t) >= DT__MIN_HALVES;
+    t->max_rows = dt__max_rows_kept(rows, shape);
+    int split = ctx->root->split && t->max_rows != DT__NO_BOUND &&
+                dt__reserved_bytes(t) >= DT__MIN_SPLIT_BACKWARD;
     t->storage = transient ? DT__TRANSIENT
                  : no_grad ? DT__NO_GRAD
-                 : split   ? DT__HALVES
+                 : split   ? DT__SPLIT_BACKWARD
                            : DT__IN_ARENA;
-    t->transient_grad = transient;
+    t->grad_storage = transient ? DT__GRAD_TRANSIENT : DT__GRAD_IN_ARENA;
     return dt__data_alloc(t) ? t : NULL;
 }
 
-static dt_tensor *dt__new_named(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const char *name) {
-    return dt__new_output(ctx, dtype, shape, name, 0);
-}
-
 dt_tensor *dt_new(dt_ctx *ctx, dt_dtype dtype, dt_shape shape) {
-    return dt__new_named(ctx, dtype, shape, "tensor");
+    return dt__new_output(ctx, NULL, dtype, shape, "tensor", 0);
 }
-
+dt_tensor *dt_new_rows(const dt_tensor *x, dt_dtype dtype, dt_shape shape) {
+    return x ? dt__new_output(x->ctx, x, dtype, shape, "tensor", 0) : NULL;
+}
 dt_tensor *dt_new_transient(dt_ctx *ctx, dt_dtype dtype, dt_shape shape) {
-    return dt__new_output(ctx, dtype, shape, "transient tensor", 1);
+    return dt__new_output(ctx, NULL, dtype, shape, "transient tensor", 1);
 }
 
 /* If the data of t were dropped, fails the context and returns 1. */
@@ -4572,7 +4587,7 @@ static int dt__fail_if_dropped(const char *op, const dt_tensor *t) {
     while (owner->base) owner = owner->base;
     if (owner->data || owner->param || !owner->block) return 0;
     int storage = owner->storage;
-    if (storage == DT__HALVES && !t->ctx->root->backward_done) storage = DT__IN_ARENA;
+    if (storage == DT__SPLIT_BACKWARD && !t->ctx->root->backward_done) storage = DT__IN_ARENA;
     if (storage >= DT__KEPT) storage--;
     dt_fail(t->ctx, DT_ERR_ARG, "%s(%s): the tensor %s", op, t->name, why[storage]);
     return 1;
@@ -4611,17 +4626,25 @@ static int dt__count_use(dt_ctx *ctx, const dt_tensor *t) {
 /* ---- dt_check_finite ---- */
 
 /* Returns the index of the first element that is NaN, or with `inf` = 1 also Inf; -1 if there is
-   none. */
+   none. A kernel sums the squares of each piece. The host copies and searches only pieces whose sum
+   is NaN or Inf: an element is, or the square of a large f64 overflows. */
 static int64_t dt__find_bad(dt_ctx *ctx, dt_dtype dtype, const void *data, int64_t count, int inf) {
-    double copy[DT_PIECE];
-    size_t size = dt_dtype_size(dtype);
-    for (int64_t at = 0; at < count && data && !dt__integer(dtype); at += DT_PIECE) {
-        int64_t n = count - at < DT_PIECE ? count - at : DT_PIECE;
-        const char *from = (const char *)data + (size_t)at * size;
-        if (dt__move(ctx, copy, from, (size_t)n * size) != DT_OK || dt__sync(ctx) != DT_OK) break;
-        for (int64_t i = 0; i < n; i++) {
-            double x = dt__number(dtype, copy, (size_t)i);
-            if (isnan(x) || (inf && isinf(x))) return at + i;
+    double sums[DT_PIECE], copy[DT_PIECE]; /* sums of DT_PIECE pieces at a time */
+    size_t size = dt_dtype_size(dtype), all = data && !dt__integer(dtype) ? (size_t)count : 0;
+    for (size_t at = 0, i = 0, n; at < all; at += n, i = (i + 1) % DT_PIECE) {
+        dt_square_sums_args a = { dtype, NULL, (const char *)data + at * size, all - at };
+        n = a.count < DT_PIECE ? a.count : DT_PIECE;
+        if (a.count > DT_PIECE * DT_PIECE) a.count = DT_PIECE * DT_PIECE;
+        size_t bytes = (a.count + DT_PIECE - 1) / DT_PIECE * sizeof *sums;
+        if (i == 0 && (!(a.out = (double *)dt_scratch(ctx, bytes)) ||
+                          DT__KERNEL(ctx, "the search for a NaN", square_sums, &a) != DT_OK ||
+                          dt__move_now(ctx, sums, a.out, bytes) != DT_OK))
+            break;
+        if (inf ? isfinite(sums[i]) : !isnan(sums[i])) continue;
+        if (dt__move_now(ctx, copy, a.in, n * size) != DT_OK) break;
+        for (size_t k = 0; k < n; k++) {
+            double x = dt__number(dtype, copy, k);
+            if (isnan(x) || (inf && isinf(x))) return (int64_t)(at + k);
         }
     }
     return -1;
@@ -4661,9 +4684,9 @@ static dt_status dt__check_output(
         int64_t from = dt__find_bad_value(in[i], 0);
         if (from >= 0)
             return dt_fail(ctx, DT_ERR_NUMERIC,
-                "%s, %s: element %lld of its input %d, %.40s %.60s, is NaN; no op that was tested "
-                "has made it",
-                op, place.s, (long long)from, i, in[i]->name, dt__shape_text(in[i]->shape).s);
+                "%s, %s: element %lld of its input %d, %.40s %.60s, is NaN; no tested op made it%s",
+                op, place.s, (long long)from, i, in[i]->name, dt__shape_text(in[i]->shape).s,
+                strcmp(in[i]->name, "dt_input") ? "" : ": check the data passed to dt_input");
     }
     return dt_fail(ctx, DT_ERR_NUMERIC,
         "%s makes a NaN, %s: element %lld of its output %.60s; its inputs on this rank have "
@@ -4848,14 +4871,16 @@ enum { DT__SHARDING_RULES(DT__RULE_NUMBER) DT__RULES };
 static const dt__rule dt__rules[DT__RULES] = { DT__SHARDING_RULES(DT__RULE_ROW) };
 #undef DT__RULE_ROW
 
-/* Returns 1 if all ranks of b are ranks of a. */
+/* Returns 1 if all ranks of b are ranks of a. Linear in a->size if both have the same order. */
 static int dt__group_contains(const dt_group *a, const dt_group *b) {
     if (a == b) return 1;
     if (!a || !b || !a->ranks || !b->ranks || b->size > a->size) return 0;
-    for (int i = 0; i < b->size; i++) {
-        int at = 0;
-        while (at < a->size && a->ranks[at] != b->ranks[i]) at++;
-        if (at == a->size) return 0;
+    for (int i = 0, at = 0; i < b->size; i++) {
+        int before = at, rank = b->ranks[i];
+        while (at < a->size && a->ranks[at] != rank) at++;
+        if (at < a->size) continue;
+        for (at = 0; at < before && a->ranks[at] != rank;) at++;
+        if (at == before) return 0;
     }
     return 1;
 }
@@ -4890,8 +4915,8 @@ static dt__placed dt__placed_over(const dt_tensor *t, const dt_group *group) {
     const dt_param_info *param = dt__owner((dt_tensor *)t)->param;
     dt__placed p = { group, { DT__LOCAL, 0 }, 1 };
     for (int i = 0; list && i < list->n; i++)
-        if (dt__group_contains(list->over[i].group, group)) {
-            p = list->over[i];
+        if (dt__group_contains(list->by_group[i].group, group)) {
+            p = list->by_group[i];
             p.group = group;
             return p;
         }
@@ -5202,9 +5227,8 @@ static int dt__propagate_over(dt__propagation *c, dt__placed *out) {
 
 enum { DT__MAX_GROUPS = DT_MAX_INPUTS * DT__MAX_PLACED };
 
-/* Merges the placements over the subgroups of `group`, from index `first` of the list on, into one
-   placement over it, if they are equal and the subgroups make up the group. If they do not make it
-   up, nothing is known over the rest. */
+/* Merges equal placements over the subgroups of `group` into one placement over the group. If the
+   subgroups do not make up the group, nothing is known over the rest. */
 static void dt__merge_subgroups(dt_placements *list, const dt_group *group) {
     dt_placements others;
     const dt__placed *one = NULL;
@@ -5212,7 +5236,7 @@ static void dt__merge_subgroups(dt_placements *list, const dt_group *group) {
     memset(&others, 0, sizeof others);
     others.any = list->any;
     for (int i = 0; i < list->n; i++) {
-        const dt__placed *p = &list->over[i];
+        const dt__placed *p = &list->by_group[i];
         if (!dt__group_contains(group, p->group)) {
             dt__placements_add(&others, *p);
             continue;
@@ -5238,7 +5262,7 @@ static int dt__groups_of(const dt__propagation *c, const dt_group **groups) {
     for (int i = 0; i < c->n; i++) {
         const dt_placements *list = c->in[i].t ? c->in[i].t->placements : NULL;
         for (int k = 0; list && k < list->n; k++) {
-            const dt_group *g = list->over[k].group;
+            const dt_group *g = list->by_group[k].group;
             int at = 0;
             if (g->pipeline) continue;
             while (at < n && !(groups[at]->size == g->size && dt__group_contains(groups[at], g)))
@@ -5323,9 +5347,7 @@ static int dt__propagate_at(
 DT__INLINE int dt__propagate(
     const char *op, dt_tensor *y, int rule, dt_tensor *a, dt_tensor *b, dt_tensor *c) {
     dt_tensor *in[3] = { a, b, c };
-    if (!y) return 0;
-    if (!a->placements && !(b && b->placements) && !(c && c->placements)) return 1;
-    return dt__propagate_all(op, y, rule, -1, -1, in, 3);
+    return dt__propagate_at(op, y, rule, -1, -1, in, 3);
 }
 
 /* ---- reshape; statements of placements ---- */
@@ -5364,21 +5386,21 @@ static int dt__propagate_reshape(dt_tensor *y, const dt_tensor *x) {
     if (!x->placements) return 1;
     list = *x->placements;
     for (int i = 0; i < list.n; i++)
-        list.over[i] = dt__reshape_placed(list.over[i], x->shape, y->shape);
+        list.by_group[i] = dt__reshape_placed(list.by_group[i], x->shape, y->shape);
     return dt__placements_set(y, &list, x);
 }
 
-/* Gives y the placements of x, except over `group`, where it is placed as `place`. Over a group
+/* Gives y the placements of x, except over `group`, where it is placed as `placement`. Over a group
    that overlaps with `group` nothing is known any more. x and y may be one tensor. */
 static int dt__placement_set(
-    dt_tensor *y, const dt_tensor *x, const dt_group *group, dt_placement place) {
+    dt_tensor *y, const dt_tensor *x, const dt_group *group, dt_placement placement) {
     dt_placements list;
-    dt__placed mine = { group, place, 1 };
+    dt__placed mine = { group, placement, 1 };
     int added = 0;
     memset(&list, 0, sizeof list);
     if (x->placements) list.any = x->placements->any;
     for (int i = 0; x->placements && i < x->placements->n; i++) {
-        dt__placed p = x->placements->over[i];
+        dt__placed p = x->placements->by_group[i];
         if (dt__group_contains(group, p.group)) continue;
         if (dt__group_contains(p.group, group)) { /* dt__placed_over finds the smaller one first */
             if (!added++) dt__placements_add(&list, mine);
@@ -5390,24 +5412,24 @@ static int dt__placement_set(
     return dt__placements_set(y, &list, NULL);
 }
 
-/* Returns 1 if x may be placed as `place` over the group; else fails the context. `hint` says how
-   to mend it. */
+/* Returns 1 if x may be placed as `placement` over the group; else fails the context. `hint` says
+   how to mend it. */
 static int dt__placement_expect(const char *op, const dt_tensor *x, const dt_group *group,
-    dt_placement place, const char *hint) {
+    dt_placement placement, const char *hint) {
     if (!group || group->size == 1) return 1;
     if (!x->placements && !dt__owner((dt_tensor *)x)->param) return 1;
     dt__placed p = dt__placed_over(x, group);
     int kind = p.at.kind, wants_grad = x->needs_grad && !x->ctx->no_grad;
     int known = kind != DT_PLACEMENT_NONE && kind != DT__LOCAL;
-    int equal = kind == place.kind &&
-                (kind != DT_PLACEMENT_SHARD || (p.at.dim == place.dim && p.outer == 1));
+    int equal = kind == placement.kind &&
+                (kind != DT_PLACEMENT_SHARD || (p.at.dim == placement.dim && p.outer == 1));
     /* REPLICATE and COPY differ only in the gradient */
-    if (kind <= DT_PLACEMENT_COPY && place.kind <= DT_PLACEMENT_COPY) equal |= !wants_grad;
+    if (kind <= DT_PLACEMENT_COPY && placement.kind <= DT_PLACEMENT_COPY) equal |= !wants_grad;
     if (!known || equal) return 1;
     return dt_fail(x->ctx, DT_ERR_ARG, "%s(%s): %s %s is %s%s over '%s', not %s: %s", op, x->name,
                x->name, dt__shape_text(x->shape).s, dt__placement_text(p.at).s,
                p.outer > 1 ? ", merged with other dimensions," : "", dt__group_name(group),
-               dt__placement_text(place).s, hint) == DT_OK;
+               dt__placement_text(placement).s, hint) == DT_OK;
 }
 
 /* Refuses a loss that is COPY: its backward begins with the whole gradient on every rank. Over
@@ -5415,8 +5437,8 @@ static int dt__placement_expect(const char *op, const dt_tensor *x, const dt_gro
 static int dt__loss_expect(const char *op, const dt_tensor *loss) {
     const dt_placements *list = loss->placements;
     for (int i = 0; list && i < list->n; i++) {
-        const dt_group *group = list->over[i].group;
-        if (list->over[i].at.kind != DT_PLACEMENT_COPY || dt__sums_over(loss->ctx, NULL, group))
+        const dt_group *group = list->by_group[i].group;
+        if (list->by_group[i].at.kind != DT_PLACEMENT_COPY || dt__sums_over(loss->ctx, NULL, group))
             continue;
         dt__text hint = dt__format(
             "every rank computes the same loss after dt_tp_enter, so the gradient would be added "
@@ -5473,8 +5495,7 @@ dt_placement dt_placement_of(const dt_tensor *x, const dt_comm *comm) {
        forward    [block 1] [block 2] [block 3]         each drops its data, and keeps x and out
        backward   [rerun 3] [back 3] drop [rerun 2] [back 2] drop [rerun 1] [back 1] drop */
 
-/* Returns 1 if the node has an input i. i may have any value, because a user's backward may pass
-   any. */
+/* Returns 1 if the node has an input i. A user's backward may pass any value of i. */
 static int dt__has_input(const dt_node *node, int i) {
     return node && i >= 0 && i < node->n_in && node->in[i];
 }
@@ -5495,12 +5516,13 @@ static void *dt__grad_alloc(dt_ctx *ctx, dt_block_state *home, size_t bytes) {
    before or after the gradients of its block. */
 static void *dt__new_grad(dt_tensor *t) {
     size_t bytes = DT__ASAN ? dt__bytes(t) : (dt__reserved_bytes(t) + 63) / 64 * 64;
-    if (!t->transient_grad && t->storage == DT__HALVES) t->transient_grad = DT__HALVES_GRAD;
-    if (t->needs_grad == DT__KEEP_GRAD) t->transient_grad = DT__KEPT_GRAD;
-    if (!t->transient_grad) return t->grad = dt__grad_alloc(t->ctx, t->block, bytes);
-    dt_mem mem = t->transient_grad == DT__TRANSIENT_GRAD ? DT_MEM_COMM : DT_MEM_ACTS;
-    return t->grad =
-               dt__buffer_acquire_at(t->ctx, mem, bytes, t->transient_grad != DT__HALVES_GRAD);
+    int how = t->grad_storage;
+    if (how == DT__GRAD_IN_ARENA && t->storage == DT__SPLIT_BACKWARD) how = DT__GRAD_SPLIT_BACKWARD;
+    if (t->needs_grad == DT__KEEP_GRAD) how = DT__GRAD_KEPT;
+    t->grad_storage = how;
+    if (how == DT__GRAD_IN_ARENA) return t->grad = dt__grad_alloc(t->ctx, t->block, bytes);
+    dt_mem mem = how == DT__GRAD_TRANSIENT ? DT_MEM_COMM : DT_MEM_ACTS;
+    return t->grad = dt__buffer_acquire_at(t->ctx, mem, bytes, how != DT__GRAD_SPLIT_BACKWARD);
 }
 
 dt_dtype dt_grad_dtype(const dt_tensor *t) {
@@ -5619,8 +5641,7 @@ static void dt__no_grad_begin(dt_block_state *parent, dt_tensor *x) {
         if (last[i] && last[i] != x && last[i]->block == parent) dt__data_drop_if_unread(last[i]);
 }
 
-/* Under dt_no_grad a block in `parent` has ended: saves its input and output for
-   dt__no_grad_begin. */
+/* A block in `parent` has ended under dt_no_grad: saves input and output for dt__no_grad_begin. */
 static void dt__no_grad_end(dt_block_state *parent, dt_tensor *x, dt_tensor *y, int keep) {
     dt_tensor *last[2] = { x ? dt__owner(x) : NULL, y ? dt__owner(y) : NULL };
     for (int i = 0; keep && i < 2; i++)
@@ -5662,7 +5683,7 @@ static int dt__made_in(const dt_block_state *b, const dt_tensor *t) {
 static dt_tensor *dt__block_output(dt_ctx *ctx, dt_block_state *b, dt_tensor *y) {
     b->y = y;
     if (!y || dt__fail_if_dropped("dt_block", y) || !dt__made_in(b, dt__owner(y))) return y;
-    dt_tensor *out = dt__new_named(ctx, y->dtype, y->shape, y->name);
+    dt_tensor *out = dt__new_output(ctx, y, y->dtype, y->shape, y->name, 0);
     if (!out || dt__move(ctx, out->data, dt__owner(y)->data, dt__bytes(y)) != DT_OK) return NULL;
     out->needs_grad = y->needs_grad ? dt__owner(y)->needs_grad : 0;
     out->placements = y->placements;
@@ -5751,7 +5772,7 @@ dt_tensor *dt_require_grad(dt_tensor *t) {
         return NULL;
     }
     dt__owner(t)->needs_grad = t->needs_grad = DT__KEEP_GRAD;
-    dt__owner(t)->transient_grad = 0;
+    dt__owner(t)->grad_storage = DT__GRAD_IN_ARENA;
     return t;
 }
 
@@ -5795,7 +5816,7 @@ static dt_status dt__make_inputs_readable(dt_ctx *ctx, dt_node *n) {
     for (int i = 0; i < n->n_in; i++) {
         if (!(n->unread_inputs >> i & 1) && dt__make_readable(ctx, n->in[i]) != DT_OK)
             return dt_error(ctx);
-        if (n->in[i] && dt__owner(n->in[i])->param && dt__ensure_values(n->in[i]) != DT_OK)
+        if (n->in[i] && dt__owner(n->in[i])->param && dt__ensure_values(n->name, n->in[i]) != DT_OK)
             return dt_error(ctx);
     }
     return DT_OK;
@@ -5829,8 +5850,7 @@ static dt_status dt__check_grads(dt_ctx *ctx, const dt_node *n) {
     return DT_OK;
 }
 
-/* The weight half of an op reads x. If x is transient, its op runs again and reads its own
-   inputs. */
+/* The weight half of an op reads x. If x is transient, its op runs again and reads its inputs. */
 static void dt__keep_for_weights(dt_tensor *x) {
     dt_tensor *t = dt__owner(x);
     const dt_node *n = t->storage == DT__TRANSIENT ? t->producer : NULL;
@@ -5846,7 +5866,7 @@ static void dt__drop_after_input_half(const dt_node *n, int weights) {
     for (int i = 0; i < n->n_in && weights; i++)
         if (n->in[i] && !(n->unread_inputs >> i & 1)) dt__keep_for_weights(n->in[i]);
     dt_tensor *out = n->out;
-    if (!out || out->storage != DT__HALVES || out->base || out->read_by_weights) return;
+    if (!out || out->storage != DT__SPLIT_BACKWARD || out->base || out->read_by_weights) return;
     if (!weights || n->unread_inputs & DT__UNREAD_OUTPUT) dt__data_drop(out);
 }
 
@@ -5928,9 +5948,9 @@ static dt_status dt__block_rerun(dt_block_state *b, dt_tensor *x) {
         ctx->root->n_blocks = blocks;
         if (ctx->status == DT_OK && dt__block_check_rerun(b, y) && b->out) {
             dt__owner(y)->grad = b->out->grad;
-            if (b->out->transient_grad == DT__HALVES_GRAD) { /* the second run drops the buffer */
-                dt__owner(y)->transient_grad = DT__HALVES_GRAD;
-                b->out->transient_grad = 0;
+            if (b->out->grad_storage == DT__GRAD_SPLIT_BACKWARD) {
+                dt__owner(y)->grad_storage = DT__GRAD_SPLIT_BACKWARD;
+                b->out->grad_storage = DT__GRAD_IN_ARENA; /* the second run drops the buffer */
             }
             /* after dt_require_grad the gradient stays valid after the backward */
             if (b->out->needs_grad == DT__KEEP_GRAD) dt__owner(y)->needs_grad = DT__KEEP_GRAD;
@@ -5956,7 +5976,7 @@ static dt_status dt__backward_seed(dt_tensor *y, dt_tensor *grad) {
     dt_ctx *ctx = y->ctx;
     dt_tensor *t = dt__owner(y);
     if (grad) {
-        t->transient_grad = 0;
+        t->grad_storage = DT__GRAD_IN_ARENA;
         t->grad = grad->data;
         return DT_OK;
     }
@@ -6007,7 +6027,7 @@ static dt_status dt__backward_check(dt_tensor *y, dt_tensor *grad, dt_phase phas
     if ((phase != DT_BACKWARD_WEIGHT && dt__fail_if_dropped("dt_backward", y)) ||
         (grad && dt__fail_if_dropped("dt_backward", grad)))
         return ctx->status;
-    if (grad && dt__ensure_values(grad) != DT_OK) return ctx->status;
+    if (grad && dt__ensure_values("dt_backward", grad) != DT_OK) return ctx->status;
     if (!y->needs_grad && !grad)
         return dt_fail(ctx, DT_ERR_ARG, "dt_backward(%s): no parameter leads to it%s", y->name,
             ctx->no_grad ? " (dt_no_grad is on)" : "");
@@ -6015,7 +6035,8 @@ static dt_status dt__backward_check(dt_tensor *y, dt_tensor *grad, dt_phase phas
     return dt__backward_begin(y, phase);
 }
 
-static dt_status dt__backward(dt_tensor *y, dt_tensor *grad, dt_phase phase) {
+static dt_status dt__backward_at(dt_tensor *y, dt_tensor *grad, dt_phase phase) {
+    if (!y || y->ctx->status != DT_OK) return y ? y->ctx->status : DT_ERR_ARG;
     dt_ctx *ctx = y->ctx;
     if (dt__backward_check(y, grad, phase) != DT_OK) return ctx->status;
     if (phase != DT_BACKWARD_WEIGHT && y->needs_grad && dt__backward_seed(y, grad) != DT_OK)
@@ -6041,14 +6062,8 @@ static dt_status dt__backward(dt_tensor *y, dt_tensor *grad, dt_phase phase) {
     return ctx->status;
 }
 
-dt_status(dt_backward_at)(dt_tensor *y, dt_tensor *grad, dt_phase phase) {
-    if (!y || y->ctx->status != DT_OK) return y ? y->ctx->status : DT_ERR_ARG;
-    dt_site outer = dt__site_open(y->ctx);
-    dt_status status = dt__backward(y, grad, phase);
-    dt__site_close(y->ctx, outer);
-    return status;
-}
-
+DT__DEFINE_AT_SITE(dt_status, backward_at, y ? y->ctx : NULL,
+    (dt_tensor * y, dt_tensor *grad, dt_phase phase), y, grad, phase)
 dt_status(dt_backward)(dt_tensor *loss) { return (dt_backward_at)(loss, NULL, DT_BACKWARD); }
 dt_status(dt_backward_input)(dt_tensor *loss) {
     return (dt_backward_at)(loss, NULL, DT_BACKWARD_INPUT);
@@ -6070,8 +6085,8 @@ dt_status(dt_backward_weight)(dt_tensor *loss) {
    later gradient, which is added. The code of an op is the same on every device. */
 
 dt_tensor *dt_input(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const void *host) {
-    dt_tensor *t = dt__new_named(ctx, dtype, shape, "dt_input");
-    if (t && host) dt_write(t, host);
+    dt_tensor *t = dt__new_output(ctx, NULL, dtype, shape, "dt_input", 0);
+    if (t && host) (dt_write)(t, host);
     return t && ctx->status == DT_OK ? t : NULL;
 }
 
@@ -6080,29 +6095,20 @@ static dt_status dt__host_copy(const char *op, dt_tensor *t, void *out, const vo
     if (!t || t->ctx->status != DT_OK) return t ? t->ctx->status : DT_ERR_ARG;
     if (!out && !in && dt__bytes(t))
         return dt_fail(t->ctx, DT_ERR_ARG, "%s(%s): host memory is NULL", op, t->name);
-    if (dt__fail_if_dropped(op, t)) return t->ctx->status;
-    dt_site outer = dt__site_open(t->ctx);
-    dt_status status = dt__read_or_write(t, out, in);
-    dt__site_close(t->ctx, outer);
-    return status;
+    return dt__fail_if_dropped(op, t) ? t->ctx->status : dt__read_or_write(t, out, in);
 }
 
-dt_status(dt_read)(const dt_tensor *t, void *host) {
+static dt_status dt__read(const dt_tensor *t, void *host) {
     return dt__host_copy("dt_read", (dt_tensor *)t, host, NULL);
 }
-dt_status(dt_write)(dt_tensor *t, const void *host) {
+static dt_status dt__write(dt_tensor *t, const void *host) {
     return dt__host_copy("dt_write", t, NULL, host);
 }
-
-void *(dt_data)(dt_tensor *t) {
+static void *dt__data(dt_tensor *t) {
     if (!t || t->ctx->status != DT_OK || dt__fail_if_dropped("dt_data", t)) return NULL;
-    dt_site outer = dt__site_open(t->ctx);
-    dt_status status = dt__ensure_values(t);
-    dt__site_close(t->ctx, outer);
-    return status == DT_OK ? t->data : NULL;
+    return dt__ensure_values("dt_data", t) == DT_OK ? t->data : NULL;
 }
-
-double(dt_item)(const dt_tensor *t) {
+static double dt__item(const dt_tensor *t) {
     union {
         float f;
         double d;
@@ -6114,6 +6120,10 @@ double(dt_item)(const dt_tensor *t) {
     if (dt__host_copy("dt_item", (dt_tensor *)t, &value, NULL) != DT_OK) return NAN;
     return dt__number(t->dtype, &value, 0);
 }
+DT__DEFINE_AT_SITE(dt_status, read, t ? t->ctx : NULL, (const dt_tensor *t, void *host), t, host)
+DT__DEFINE_AT_SITE(dt_status, write, t ? t->ctx : NULL, (dt_tensor * t, const void *host), t, host)
+DT__DEFINE_AT_SITE(void *, data, t ? t->ctx : NULL, (dt_tensor * t), t)
+DT__DEFINE_AT_SITE(double, item, t ? t->ctx : NULL, (const dt_tensor *t), t)
 
 /* Fails the context of the first input that is not NULL and returns NULL. An op calls this function
    if one of its inputs is NULL, for example the result of dt_param_find for a misspelt name. After
@@ -6143,7 +6153,7 @@ static dt_ctx *dt__op_context(const char *op, int n, dt_tensor *a, dt_tensor *b,
             return NULL;
         }
         if (dt__fail_if_dropped(op, all[i])) return NULL;
-        if (dt__ensure_values(all[i]) != DT_OK) return NULL;
+        if (dt__ensure_values(op, all[i]) != DT_OK) return NULL;
     }
     return ctx;
 }
@@ -6202,7 +6212,7 @@ static void dt__index_error(const char *op, const dt_tensor *x, const char *inde
 /* Makes the output of an elementwise op on x, with the shape and type of x. */
 static dt_tensor *dt__new_like(dt_tensor *x, const char *op) {
     dt_ctx *ctx = dt__float_op_context(op, 1, x, NULL, NULL);
-    return ctx ? dt__new_named(ctx, x->dtype, x->shape, op) : NULL;
+    return ctx ? dt__new_output(ctx, x, x->dtype, x->shape, op, 0) : NULL;
 }
 
 /* Fills in the tape record of an op with up to three inputs. */
@@ -6260,7 +6270,7 @@ static dt_status dt__pass_grad(dt_node *n, int i, int can_move) {
     dt_tensor *t = dt__owner(n->in[i]), *out = dt__owner(n->out);
     if (can_move && !t->param && !t->grad && t->block == out->block &&
         t->needs_grad != DT__KEEP_GRAD && out->needs_grad != DT__KEEP_GRAD &&
-        !out->transient_grad) {
+        out->grad_storage == DT__GRAD_IN_ARENA) {
         t->grad = out->grad;
         return DT_OK;
     }
@@ -6523,14 +6533,14 @@ static dt_tensor *dt__linear(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear
         dt_fail(ctx, DT_ERR_ARG, "%s(%s): activation %d", op, w->name, desc.activation);
         return NULL;
     }
-    dt_tensor *y = dt__new_output(ctx, x->dtype, shape, op, flags & DT__LINEAR_TRANSIENT);
+    dt_tensor *y = dt__new_output(ctx, x, x->dtype, shape, op, flags & DT__LINEAR_TRANSIENT);
     if (bias_group && bias_group->rank > 0) flags |= DT__LINEAR_NO_BIAS;
     dt_tensor *pre_activation = NULL, *added = flags & DT__LINEAR_NO_BIAS ? NULL : b;
     if (!dt__propagate_linear(op, y, x, w, b, desc, rows != NULL, bias_group)) return NULL;
     int keep_pre_activation = desc.activation && !ctx->no_grad &&
                               (x->needs_grad || w->needs_grad || (b && b->needs_grad));
     if (keep_pre_activation &&
-        !(pre_activation = dt__new_named(ctx, x->dtype, shape, "pre_activation")))
+        !(pre_activation = dt__new_output(ctx, x, x->dtype, shape, "pre_activation", 0)))
         return NULL;
     if (dt__linear_run(op, x, w, added, desc, rows, y, pre_activation) != DT_OK) return NULL;
     dt__linear_saved saved = { desc.activation, pre_activation, 0, NULL, flags };
@@ -6594,10 +6604,11 @@ static dt_tensor *dt__norm(
         return dt__mismatch(op, x, gain, "the gain must have x's last dimension and type");
     if (bias && ((size_t)dt_count(bias->shape) != dt__last_dim(x) || x->dtype != bias->dtype))
         return dt__mismatch(op, x, bias, "the bias must have x's last dimension and type");
-    dt_shape row = DT_SHAPE((int64_t)dt__row_count(x));
-    dt_tensor *y = dt__new_named(ctx, x->dtype, x->shape, op);
-    dt_tensor *rstd = dt__new_named(ctx, dt__wide(x->dtype, 1), row, "rstd");
-    dt_tensor *mean = bias ? dt__new_named(ctx, dt__wide(x->dtype, 1), row, "mean") : NULL;
+    dt_shape row = x->shape;
+    row.nd--;
+    dt_tensor *y = dt__new_output(ctx, x, x->dtype, x->shape, op, 0);
+    dt_tensor *rstd = dt__new_output(ctx, x, dt__wide(x->dtype, 1), row, "rstd", 0);
+    dt_tensor *mean = bias ? dt__new_output(ctx, x, dt__wide(x->dtype, 1), row, "mean", 0) : NULL;
     if (!y || !rstd || (bias && !mean)) return NULL;
     if (!dt__propagate(op, y, DT__RULE_NORM, x, gain, bias)) return NULL;
     dt_norm_args a = { .dtype = x->dtype,
@@ -6722,7 +6733,7 @@ dt_tensor *dt_swiglu(dt_tensor *x) {
         return dt__shape_error("dt_swiglu", x, "gate and up (..,2,F) are needed");
     shape.d[shape.nd - 2] = shape.d[shape.nd - 1];
     shape.nd--;
-    dt_tensor *y = dt__new_named(ctx, x->dtype, shape, "dt_swiglu");
+    dt_tensor *y = dt__new_output(ctx, x, x->dtype, shape, "dt_swiglu", 0);
     if (!dt__propagate("dt_swiglu", y, DT__RULE_GLU, x, NULL, NULL)) return NULL;
     dt_glu_args a = { .dtype = x->dtype,
         .act = DT_ACT_SILU,
@@ -6842,7 +6853,8 @@ static dt_tensor *dt__binary(const char *name, int op, dt_tensor *a, dt_tensor *
     if (a->dtype != b->dtype) return dt__mismatch(name, a, b, "types must be equal");
     if (!dt__broadcast(a->shape, b->shape, &args.shape, args.stride_a, args.stride_b))
         return dt__mismatch(name, a, b, "dimensions, counted from the last, must be equal or 1");
-    dt_tensor *y = dt__new_named(ctx, a->dtype, args.shape, name);
+    const dt_tensor *rows = a->max_rows && a->shape.nd == args.shape.nd ? a : b;
+    dt_tensor *y = dt__new_output(ctx, rows, a->dtype, args.shape, name, 0);
     int rule = op == DT_MUL ? DT__RULE_MUL : op == DT_DIV ? DT__RULE_DIV : DT__RULE_ADD;
     if (!dt__propagate(name, y, rule, a, b, NULL)) return NULL;
     args.out = y->data;
@@ -6922,7 +6934,7 @@ static dt_tensor *dt__sum(const char *op, dt_tensor *x, int dim, int mean) {
     dt__dim_split r;
     if (!ctx || !dt__split_at_dim(op, x, dim, &r)) return NULL;
     double scale = mean ? 1.0 / (double)r.n : 1;
-    dt_tensor *y = dt__new_named(ctx, x->dtype, r.reduced, op);
+    dt_tensor *y = dt__new_output(ctx, dim ? x : NULL, x->dtype, r.reduced, op, 0);
     if (!dt__propagate_dim(op, y, mean ? DT__RULE_MEAN : DT__RULE_SUM, x, dim)) return NULL;
     dt_sum_args a = { .dtype = x->dtype,
         .out = y->data,
@@ -6970,8 +6982,8 @@ dt_tensor *dt_max_over(dt_tensor *x, int dim) {
     dt__dim_split r;
     if (!ctx || !dt__split_at_dim("dt_max_over", x, dim, &r)) return NULL;
     if (r.n == 0) return dt__shape_error("dt_max_over", x, "an empty dimension has no maximum");
-    dt_tensor *y = dt__new_named(ctx, x->dtype, r.reduced, "dt_max_over");
-    dt_tensor *index = dt__new_named(ctx, DT_I32, r.reduced, "index");
+    dt_tensor *y = dt__new_output(ctx, dim ? x : NULL, x->dtype, r.reduced, "dt_max_over", 0);
+    dt_tensor *index = dt__new_output(ctx, dim ? x : NULL, DT_I32, r.reduced, "index", 0);
     if (!index || !dt__propagate_dim("dt_max_over", y, DT__RULE_MAX, x, dim)) return NULL;
     dt_max_args a = { .dtype = x->dtype,
         .out = y->data,
@@ -6992,8 +7004,8 @@ dt_tensor *dt_topk(dt_tensor *x, int k, dt_tensor **index) {
     dt_shape shape = x->shape;
     shape.d[shape.nd - 1] = k;
     dt__dim_split r = { dt__row_count(x), dt__last_dim(x), 1, shape };
-    dt_tensor *y = dt__new_named(ctx, x->dtype, shape, "dt_topk"),
-              *at = dt__new_named(ctx, DT_I32, shape, "index");
+    dt_tensor *y = dt__new_output(ctx, x, x->dtype, shape, "dt_topk", 0),
+              *at = dt__new_output(ctx, x, DT_I32, shape, "index", 0);
     if (!at || !dt__propagate("dt_topk", y, DT__RULE_LAST, x, NULL, NULL)) return NULL;
     at->placements = y->placements;
     dt_topk_args a = { .dtype = x->dtype,
@@ -7019,6 +7031,7 @@ static dt_tensor *dt__view(dt_tensor *x, dt_shape shape, const char *name) {
     y->base = x;
     y->data = x->data;
     y->needs_grad = x->needs_grad;
+    y->max_rows = dt__max_rows_kept(x, shape);
     return y;
 }
 
@@ -7032,12 +7045,13 @@ dt_tensor *dt_alias(dt_tensor *x) {
         return y;
     }
     /* copies the data if they may be dropped before the alias */
-    int copied = (owner->storage != DT__IN_ARENA && owner->storage != DT__HALVES) ||
+    int copied = (owner->storage != DT__IN_ARENA && owner->storage != DT__SPLIT_BACKWARD) ||
                  (owner->param && owner->param->bucket->data != owner->param->bucket->shard);
-    y = copied ? dt__new_named(ctx, x->dtype, x->shape, x->name)
+    y = copied ? dt__new_output(ctx, x, x->dtype, x->shape, x->name, 0)
                : dt__tensor(ctx, x->dtype, x->shape, x->name);
     if (y && copied && dt__move(ctx, y->data, x->data, dt__bytes(x)) != DT_OK) return NULL;
     if (y && !copied) y->data = x->data;
+    if (y) y->max_rows = x->max_rows;
     owner->read_by_weights = 1; /* so the data stay until the alias is dropped */
     return y;
 }
@@ -7098,7 +7112,9 @@ static dt_status dt__strided_back(dt_node *n) {
 /* rule, before, inner: the sharding rule, see dt__propagate_all. */
 static dt_tensor *dt__strided_op(const char *op, dt_tensor *const *x, int n, dt_shape shape,
     const dt__strided_saved *m, int rule, int before, int inner) {
-    dt_tensor *y = dt__new_named(x[0]->ctx, x[0]->dtype, shape, op);
+    int varies = 0;
+    while (varies < n - 1 && !x[varies]->max_rows) varies++;
+    dt_tensor *y = dt__new_output(x[0]->ctx, before ? x[varies] : NULL, x[0]->dtype, shape, op, 0);
     if (!dt__propagate_at(op, y, rule, before, inner, x, n)) return NULL;
     for (int i = 0; i < n; i++)
         if (dt__strided_copy(op, x[i], m, i, y->data, x[i]->data, 0, 0) != DT_OK) return NULL;
@@ -7209,7 +7225,7 @@ static dt_status dt__cast_recompute(dt_node *n) { return dt__cast_run(n->in[0], 
 /* dt_cast; transient 1: the result is a transient tensor. */
 static dt_tensor *dt__cast(dt_tensor *x, dt_dtype dtype, int transient) {
     dt_ctx *ctx = dt__op_context("dt_cast", 1, x, NULL, NULL);
-    dt_tensor *y = ctx ? dt__new_output(ctx, dtype, x->shape, "dt_cast", transient) : NULL;
+    dt_tensor *y = ctx ? dt__new_output(ctx, x, dtype, x->shape, "dt_cast", transient) : NULL;
     int rule = dt__integer(dtype) ? DT__RULE_FUNCTION : DT__RULE_SCALE;
     if (!dt__propagate("dt_cast", y, rule, x, NULL, NULL) || dt__cast_run(x, y) != DT_OK)
         return NULL;
@@ -7302,7 +7318,7 @@ static dt_tensor *dt__lookup_rows(
         return dt__mismatch(op, table, ids, "a table (V,C) and i32 ids are needed");
     dt_shape shape = ids->shape;
     shape.d[shape.nd++] = table->shape.d[1];
-    dt_tensor *out = dt__new_output(ctx, table->dtype, shape, op, transient);
+    dt_tensor *out = dt__new_output(ctx, ids, table->dtype, shape, op, transient);
     int rule = table->param ? DT__RULE_TABLE : DT__RULE_GATHER;
     if (!dt__propagate(op, out, rule, table, ids, NULL) ||
         dt__lookup_run(op, table, ids, ids->data, (size_t)dt_count(ids->shape), allow_empty,
@@ -7349,7 +7365,8 @@ dt_tensor *dt_scatter_rows(dt_tensor *x, dt_tensor *rows, int64_t count) {
         return dt__mismatch(
             op, x, rows, "x (..,C) and one i32 row for each of its rows are needed");
     if (count < 0) return dt__shape_error(op, x, "count, the number of result rows, is negative");
-    dt_tensor *y = dt__new_named(ctx, x->dtype, DT_SHAPE(count, (int64_t)dt__last_dim(x)), op);
+    dt_tensor *y =
+        dt__new_output(ctx, NULL, x->dtype, DT_SHAPE(count, (int64_t)dt__last_dim(x)), op, 0);
     if (!dt__propagate(op, y, DT__RULE_SCATTER, x, rows, NULL)) return NULL;
     dt_embedding_back_args a = { .dtype = x->dtype,
         .dtable = y->data,
@@ -7508,7 +7525,7 @@ dt_tensor *dt_embedding_bag(dt_tensor *x, dt_tensor *rows, dt_tensor *weights) {
             op, rows, weights, "each row needs a weight in f32, or in f64 if x is f64");
     dt_shape shape = rows->shape;
     shape.d[shape.nd - 1] = x->shape.d[1];
-    dt_tensor *y = dt__new_named(ctx, x->dtype, shape, op);
+    dt_tensor *y = dt__new_output(ctx, rows, x->dtype, shape, op, 0);
     if (!dt__propagate(op, y, DT__RULE_BAG, x, rows, weights) ||
         dt__bag_run(x, rows, weights, y) != DT_OK)
         return NULL;
@@ -7555,7 +7572,7 @@ dt_tensor *dt_rope(dt_tensor *x, dt_tensor *positions, dt_rope_desc desc) {
             x->name, (long long)rotary, (long long)D);
         return NULL;
     }
-    dt_tensor *y = dt__new_named(ctx, x->dtype, x->shape, "dt_rope");
+    dt_tensor *y = dt__new_output(ctx, x, x->dtype, x->shape, "dt_rope", 0);
     if (!dt__propagate("dt_rope", y, DT__RULE_ROPE, x, positions, NULL)) return NULL;
     dt_rope_args a = dt__rope_args(x, positions, desc);
     a.in = x->data;
@@ -7575,7 +7592,7 @@ typedef struct dt__dropout_saved {
 static int64_t dt__first_column(const dt_tensor *x) {
     int64_t shard = 0;
     for (int i = 0; x->placements && i < x->placements->n; i++) {
-        const dt__placed *p = &x->placements->over[i];
+        const dt__placed *p = &x->placements->by_group[i];
         if (p->at.kind == DT_PLACEMENT_SHARD && p->at.dim == x->shape.nd - 1 && p->outer == 1)
             shard = shard * p->group->size + p->group->rank;
     }
@@ -7613,7 +7630,7 @@ dt_tensor *dt_dropout(dt_tensor *x, double p, uint64_t key, dt_tensor *tokens) {
     if (tokens && (tokens->dtype != DT_I32 || (size_t)dt_count(tokens->shape) != dt__row_count(x)))
         return dt__mismatch(
             "dt_dropout", x, tokens, "one i32 token for each row of x (..,C) is needed");
-    dt_tensor *y = dt__new_named(ctx, x->dtype, x->shape, "dt_dropout");
+    dt_tensor *y = dt__new_output(ctx, x, x->dtype, x->shape, "dt_dropout", 0);
     int rule = tokens ? DT__RULE_DROPOUT : DT__RULE_DROPOUT_ROWS;
     if (!dt__propagate("dt_dropout", y, rule, x, tokens, NULL)) return NULL;
     dt_dropout_args a = dt__dropout_args(x, tokens, p, key);
@@ -7632,6 +7649,12 @@ typedef struct dt__attention_saved {
     dt_attention_mask mask;
 } dt__attention_saved;
 
+/* The fields from q to scale of the arguments of a kernel. */
+#define DT__ATTENTION_INPUTS(Q, K, V) \
+    .q = Q->data, .k = K->data, .v = V->data, .batch = Q->shape.d[0], .tq = Q->shape.d[1], \
+    .tk = K->shape.d[1], .heads = Q->shape.d[2], .kv_heads = K->shape.d[2], .dim = Q->shape.d[3], \
+    .scale = 1.0 / sqrt((double)Q->shape.d[3])
+
 static dt_status dt__attention_back(dt_node *n) {
     const dt__attention_saved *saved = (const dt__attention_saved *)n->saved;
     dt_tensor *q = n->in[0], *k = n->in[1], *v = n->in[2];
@@ -7640,16 +7663,7 @@ static dt_status dt__attention_back(dt_node *n) {
         .dout = n->out->grad,
         .out = n->out->data,
         .lse = saved->lse->data,
-        .q = q->data,
-        .k = k->data,
-        .v = v->data,
-        .batch = q->shape.d[0],
-        .tq = q->shape.d[1],
-        .tk = k->shape.d[1],
-        .heads = q->shape.d[2],
-        .kv_heads = k->shape.d[2],
-        .dim = q->shape.d[3],
-        .scale = 1.0 / sqrt((double)q->shape.d[3]),
+        DT__ATTENTION_INPUTS(q, k, v),
         .mask = saved->mask };
     if (dt_wants(n, 0) && !(a.dq = dt_grad_raw(n, 0, &a.accumulate_q))) return dt_error(ctx);
     if (dt_wants(n, 1) && !(a.dk = dt_grad_raw(n, 1, &a.accumulate_k))) return dt_error(ctx);
@@ -7712,25 +7726,16 @@ dt_tensor *dt_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_attn_desc d
     if (!ctx) return NULL;
     if (!dt__attention_fits(q, k, v, desc.kv_heads)) return NULL;
     if (!dt__mask_make(q, k, desc, &mask)) return NULL;
-    dt_tensor *y = dt__new_named(ctx, q->dtype, q->shape, "dt_attention");
+    dt_tensor *y = dt__new_output(ctx, q, q->dtype, q->shape, "dt_attention", 0);
     dt_shape lse_shape = DT_SHAPE(q->shape.d[0], q->shape.d[2], q->shape.d[1]);
-    dt_tensor *lse = dt__new_named(ctx, dt__wide(q->dtype, 1), lse_shape, "lse");
+    dt_tensor *lse = dt__new_output(ctx, q, dt__wide(q->dtype, 1), lse_shape, "lse", 0);
     /* without positions a causal mask takes the queries to be the last tokens of the keys */
     int rule = desc.full || desc.positions ? DT__RULE_ATTENTION : DT__RULE_ATTENTION_CAUSAL;
     if (!lse || !dt__propagate("dt_attention", y, rule, q, k, v)) return NULL;
     dt_attention_args a = { .dtype = q->dtype,
         .out = y->data,
         .lse = lse->data,
-        .q = q->data,
-        .k = k->data,
-        .v = v->data,
-        .batch = q->shape.d[0],
-        .tq = q->shape.d[1],
-        .tk = k->shape.d[1],
-        .heads = q->shape.d[2],
-        .kv_heads = k->shape.d[2],
-        .dim = q->shape.d[3],
-        .scale = 1.0 / sqrt((double)q->shape.d[3]),
+        DT__ATTENTION_INPUTS(q, k, v),
         .mask = mask };
     a.work_bytes = dt__scratch_bytes(ctx, dt_attention_work(0, a.dim, q->dtype));
     a.work = dt_scratch(ctx, a.work_bytes);
@@ -7947,11 +7952,12 @@ static dt_tensor *dt__cross_entropy(const char *op, dt_tensor *x, dt_tensor *w, 
         desc.shard.offset = 0;
         desc.shard.full_vocab = desc.vocab = desc.vocab ? desc.vocab : V;
     }
-    dt_tensor *loss = dt__new_named(ctx, DT_F64, DT_SCALAR, op), *z = NULL, *logits = w ? NULL : x;
-    dt_tensor *lse = dt__new_named(ctx, dt__wide(x->dtype, 1), DT_SHAPE(all), "lse");
-    if (desc.z_loss) *desc.z_loss = z = dt__new_named(ctx, DT_F64, DT_SCALAR, "z loss");
+    dt_tensor *loss = dt__new_output(ctx, NULL, DT_F64, DT_SCALAR, op, 0), *z = NULL,
+              *logits = w ? NULL : x;
+    dt_tensor *lse = dt__new_output(ctx, x, dt__wide(x->dtype, 1), DT_SHAPE(all), "lse", 0);
+    if (desc.z_loss) *desc.z_loss = z = dt__new_output(ctx, NULL, DT_F64, DT_SCALAR, "z loss", 0);
     if (w && dt__loss_keeps_logits(ctx, x, w))
-        logits = dt__new_named(ctx, x->dtype, DT_SHAPE(all, V), "logits");
+        logits = dt__new_output(ctx, x, x->dtype, DT_SHAPE(all, V), "logits", 0);
     int rule = w ? (desc.shard.count ? DT__RULE_VOCAB_LINEAR_LOSS : DT__RULE_LINEAR_LOSS)
                  : (desc.shard.count ? DT__RULE_VOCAB_LOSS : DT__RULE_LOSS);
     if (ctx->status != DT_OK || !dt__propagate(op, loss, rule, x, labels, w)) return NULL;
@@ -8043,7 +8049,7 @@ dt_tensor *dt_mse(dt_tensor *a, dt_tensor *b, double denominator) {
     if (!ctx || !dt__denominator(ctx, "dt_mse", denominator)) return NULL;
     if (!dt__same_shape(a->shape, b->shape) || a->dtype != b->dtype)
         return dt__mismatch("dt_mse", a, b, "shapes and types must be equal");
-    dt_tensor *loss = dt__new_named(ctx, DT_F64, DT_SCALAR, "dt_mse");
+    dt_tensor *loss = dt__new_output(ctx, NULL, DT_F64, DT_SCALAR, "dt_mse", 0);
     if (!dt__propagate("dt_mse", loss, DT__RULE_MSE, a, b, NULL)) return NULL;
     dt_mse_args args = { .dtype = a->dtype,
         .loss = (double *)loss->data,
@@ -9721,11 +9727,6 @@ static dt_status dt__rect_make(dt_weights *w, const dt_weight_part *part, dt__we
     return DT_OK;
 }
 
-/* Copies bytes and waits for the copy, so that both memories can be used at once. */
-static dt_status dt__move_now(dt_ctx *ctx, void *to, const void *from, size_t bytes) {
-    return dt__move(ctx, to, from, bytes) == DT_OK ? dt__sync(ctx) : ctx->status;
-}
-
 /* Copies elements [first, first + count) of the file's tensor between the file and `host`. */
 static dt_status dt__rect_access_file(
     dt_weights *w, const dt__weight_rect *r, int64_t first, int64_t count, void *host) {
@@ -9884,7 +9885,7 @@ static dt_status dt__weights_copy_param(dt_weights *w, int writing, dt_tensor *p
                 dt__shape_text(param->shape).s, dt__shape_text(p->full).s);
     if (dt__ensure_storage(ctx) != DT_OK) return ctx->status;
     int gathered = !param->data;
-    if (dt__gather_outside_op(param) != DT_OK) return ctx->status;
+    if (dt__ensure_values(NULL, param) != DT_OK) return ctx->status;
     for (int i = 0; i < n; i++) {
         if (dt__rect_make(w, &parts[i], &r) != DT_OK) return ctx->status;
         if (r.transposed && (r.columns != last || p->full.nd == 0))
@@ -11618,8 +11619,7 @@ DT__FN dt_status DT__K(unary_back)(const dt_unary_back_args *a) {
     return DT_OK;
 }
 
-/* Gated linear unit, arXiv:2002.05202: act(gate) * up, where a row of the input holds gate and
-   up. */
+/* Gated linear unit, arXiv:2002.05202: act(gate) * up; a row of the input holds gate and up. */
 DT__FN dt_status DT__K(glu)(const dt_glu_args *a) {
     DT__REAL out[DT__STRIP], buf[DT__STRIP];
     int64_t cols = (int64_t)a->cols;
@@ -13096,6 +13096,35 @@ static dt_status dt__cpu_copy(const dt_copy_args *a, void *stream) {
     return DT_OK;
 }
 
+/* 2^32 consecutive words have distinct weights. Compilers vectorize the loop of each size. */
+static dt_status dt__cpu_digest(const dt_digest_args *a, void *stream) {
+    size_t bytes = dt_dtype_size(a->dtype), size = bytes < 4 ? bytes : 4, words = bytes > 4 ? 2 : 1,
+           count = a->count * words, each = count / a->parts + 1;
+    (void)stream;
+    for (size_t part = 0, at = 0; part < a->parts && size; part++) {
+        const char *in = (const char *)a->in + at * size;
+        uint32_t n = (uint32_t)(count - at < each ? count - at : each),
+                 first = (uint32_t)(a->offset * words + at) + 1;
+        uint64_t sum = 0;
+#define DT__WORDS(type) \
+    for (uint32_t k = 0; k < n && size == sizeof(type); k++) { \
+        type word; \
+        memcpy(&word, in + sizeof word * k, sizeof word); \
+        uint32_t weight = (first + k) * 2654435761u; \
+        weight = (weight ^ weight >> 15) * 2246822507u; \
+        sum += (uint64_t)word * (weight ^ weight >> 13); \
+    } \
+    (void)0
+        DT__WORDS(uint32_t);
+        DT__WORDS(uint16_t);
+        DT__WORDS(uint8_t);
+#undef DT__WORDS
+        a->out[part] = sum;
+        at += n;
+    }
+    return size ? DT_OK : DT_ERR_UNSUPPORTED;
+}
+
 const dt_kernels *dt_kernels_cpu(void) {
 #define DT__TABLE_ENTRY(k) .k = dt__cpu_##k,
     static const dt_kernels table = {
@@ -13122,26 +13151,23 @@ DT__CPP_WARNINGS_ON
 #endif /* DT__TENSOR_TABLE */
 
 /* HISTORY
-     0.2.0   new: DT_U8, DT_I64, DT_NO_KERNELS
-             names replaced by the usual terms, old -> new: dt_unit* -> dt_bucket* (kept -> shard,
+     0.2.0   names replaced by the usual terms, old -> new: dt_unit* -> dt_bucket* (kept -> shard,
              first -> shard_offset, run -> shard_count, passing -> micro_grad, over -> grad_state),
              dt_units_desc.elsewhere -> .offloaded, .hand_over -> dt_bucket.reduce_each_micro,
              .shard sets the fields of a bucket; dt_box -> dt_local_slice; dt_cut -> dt_shard_spec,
              cuts -> shards; dt_mark -> dt_grad_placement, DT_PART -> DT_GRAD_PARTIAL, DT_SAME ->
-             DT_GRAD_REPLICATED; dt_sight -> dt_attention_mask; DT_RUN -> DT_PIECE; dt_tensor: room,
-             brief, maker -> arena, transient, producer; dt_node: blind, remake -> unread_inputs,
-             recompute; dt_param_info: box, unit -> slice, bucket; dt_json_shut -> dt_json_close,
-             dt_json_drop -> dt_json_out_free; kernels spread -> scatter, cross_entropy_join ->
-             cross_entropy_merge; dt_ctx_desc.place -> local_rank; dt_listener.settle -> drain;
-             dt_loss_part -> dt_vocab_shard (parts, first, all -> count, offset, full_vocab).
-             dt_io.open takes a dt_io_mode in place of 0, 1 and DT_IO_NEW. New: dt_io.remove_folder,
-             dt_printable, dt_new_transient, dt_record_desc.recompute and .unread_inputs,
-             dt_block_desc.keep, dt_embedding_bag, dt_grouped_linear. Under dt_no_grad a block drops
-             what it made. Placements: dt_placement comes from dt_parallel.h; dt_place,
-             dt_placement_of; ops refuse placements that do not fit. dt_check_finite. Call sites:
-             dt_site, dt_ctx_here, dt_tensor_here. DT_U8, DT_I64, DT_NO_KERNELS. A tensor that is
-             used after dt_reset fails; so does dt_grad with an index that the node does not have.
-             dt_max_over and dt_topk order NaN above all numbers
+             DT_GRAD_REPLICATED; dt_sight -> dt_attention_mask; DT_RUN -> DT_PIECE; dt_node: blind,
+             remake -> unread_inputs, recompute; dt_param_info: box, unit -> slice, bucket;
+             dt_json_shut -> dt_json_close, dt_json_drop -> dt_json_out_free; kernels spread ->
+             scatter, cross_entropy_join -> cross_entropy_merge; dt_ctx_desc.place -> local_rank;
+             dt_listener.settle -> drain; dt_loss_part -> dt_vocab_shard (parts, first, all ->
+             count, offset, full_vocab). dt_io.open takes a dt_io_mode in place of 0, 1 and
+             DT_IO_NEW. New: placements (dt_placement comes from dt_parallel.h), call sites,
+             transient tensors (dt_new_transient), dt_new_rows, dt_grouped_linear, dt_embedding_bag,
+             dt_check_finite, DT_NO_KERNELS, DT_U8, DT_I64, the kernel digest, which your own table
+             needs too. Under dt_no_grad a block drops what it made. A tensor that is used after
+             dt_reset fails; so does dt_grad with an index that the node does not have. dt_max_over
+             and dt_topk order NaN above all numbers
      0.1.0   one rank: tensors, tape, blocks, units, memory account, CPU kernels, JSON, weight files
 
    LICENCE: your choice of A or B.

@@ -245,14 +245,15 @@ typedef struct dt_zero_desc {
     size_t bucket_bytes;
     /* Comparisons of replicas (section 7): copies of parameters and of optimizer state that several
        ranks hold must be equal. n > 0 (0 means 100): before and after the first step, after each
-       multiple of n, before checkpoints and exports. n < 0: before the first step only; for ranks
-       with unlike instruction sets, whose replicas drift. A load compares in any case. At ZeRO-1
-       and ZeRO-2 no comparison over the data group finds a dt_write of one rank: each rank sends
-       its shard, with the write, to all others in the next all-gather. A comparison reads once what
-       this rank replicates, at about 10 GB/s per CPU core, and sums 16 bytes for each array of a
-       parameter over the ranks. Measured at dp 2, f32, Adam: 0.04 % of the time of 100 steps with
-       1,024 tokens per rank, 0.1 % with 256. A GPU copies the data to the host for it, so there
-       choose a larger n for small batches */
+       multiple of n, before checkpoints and exports, and before the update of the first step after
+       a dt_write or dt_weights_load of a trained parameter on any rank. n < 0: before the first
+       step only; for ranks with unlike instruction sets, whose replicas drift. A load always
+       compares. Stage 3: while a parameter is gathered (keep_gathered, or read outside of blocks in
+       this forward), a dt_write on one rank is not detected: each rank stores only its own shard.
+       A comparison reads once what this rank replicates, at about 10 GB/s per CPU core, and
+       sums 16 bytes for each array of a parameter over the ranks. Measured at dp 2, f32, Adam:
+       0.04 % of the time of 100 steps with 1,024 tokens per rank, 0.1 % with 256. On a GPU the
+       digest kernel runs on the device and copies at most 2 KiB to the host for each array */
     int compare_every;
     /* 1: gradients are summed in a binary tree over micro-batches (section 8) */
     int tree;
@@ -517,7 +518,12 @@ DT_API dt_zero *dt_zero_here(dt_zero *zero, const char *file, int line);
 DT_API dt_checkpoint *dt_checkpoint_here(dt_checkpoint *checkpoint, const char *file, int line);
 #define dt_zero_make(ctx, ...) dt_zero_make(dt_ctx_here(ctx, DT_SITE), __VA_ARGS__)
 #define dt_zero_step(zero, ...) dt_zero_step(dt_zero_here(zero, DT_SITE), __VA_ARGS__)
+#define dt_zero_state(zero, ...) dt_zero_state(dt_zero_here(zero, DT_SITE), __VA_ARGS__)
+#define dt_zero_grad(zero, ...) dt_zero_grad(dt_zero_here(zero, DT_SITE), __VA_ARGS__)
 #define dt_zero_export(zero, ...) dt_zero_export(dt_zero_here(zero, DT_SITE), __VA_ARGS__)
+#define dt_checkpoint_open(zero, ...) dt_checkpoint_open(dt_zero_here(zero, DT_SITE), __VA_ARGS__)
+#define dt_checkpoint_poll(c) dt_checkpoint_poll(dt_checkpoint_here(c, DT_SITE))
+#define dt_checkpoint_close(c) dt_checkpoint_close(dt_checkpoint_here(c, DT_SITE))
 #define dt_checkpoint_save(c) dt_checkpoint_save(dt_checkpoint_here(c, DT_SITE))
 #define dt_checkpoint_load(c, ...) dt_checkpoint_load(dt_checkpoint_here(c, DT_SITE), __VA_ARGS__)
 
@@ -719,12 +725,10 @@ struct dt_zero {
     int states;
     const dt_kernels *update_kernels; /* kernels of the update */
     void *update_stream;
-    /* (n_stages,3) plans of each pipeline stage: for the forward, for the backward, and for the
-       weight half of a split backward */
-    dt__gather_plan *gather_plans;
-    int n_stages;     /* this rank's last pipeline stage + 1 */
-    int current_plan; /* the plan in use: 0, 1 or 2 (see gather_plans) */
-    void *leaves;     /* tree: (ranks, piece) each rank's gradient of this rank's piece */
+    dt__gather_plan *gather_plans;  /* (n_stages, DT__GATHER_PLANS) of each pipeline stage */
+    int n_stages;                   /* this rank's last pipeline stage + 1 */
+    dt__gather_phase current_phase; /* says which plan is in use */
+    void *leaves; /* tree: (ranks, piece) each rank's gradient of this rank's piece */
     size_t leaves_bytes;
     /* (n_sums) sums of squares, one for each DT_PIECE elements; sums of experts come last */
     double *sums;
@@ -739,6 +743,9 @@ struct dt_zero {
     /* the last step after which all replicas were equal, -1 before the first comparison; the next
        step after which they are compared */
     int64_t agreed_step, next_compare;
+    /* 1: since the last comparison a trained parameter was written, on this rank or, in a
+       comparison, on any rank */
+    int written;
     /* the first bad element of this rank's own gradients in this step; rank is -1 if there is none,
        or if nothing was tested */
     dt__bad_grad own_bad;
@@ -892,7 +899,7 @@ static dt_status dt__chunks_make(dt_zero *zero);
 static dt_status dt__params_store(
     dt_zero *zero, dt__zero_bucket *z, dt_bucket *bucket, void *shard);
 static dt_status dt__params_read_start(dt_zero *zero, dt__zero_bucket *z);
-static char *dt__array_in_host(const dt_zero *zero, const dt__zero_bucket *z, int array);
+static char *dt__array_memory(const dt__zero_bucket *z, int array);
 static dt_status dt__array_access(
     dt_zero *zero, dt__zero_bucket *z, int array, int write, size_t at, void *host, size_t bytes);
 static int dt__grads_on_disk(const dt_zero *zero);
@@ -1041,7 +1048,10 @@ static dt_status dt__zero_check_params(dt_zero *zero) {
        (1) at dt_zero_make        the optimizer and the parameters' descriptions
        (2) before the first step, after steps, before saving, after loading
                                   digests of values and optimizer state
-       (3) in each step           learning rate, step number and loss scale
+       (3) in each step           learning rate, step number, loss scale. If any rank wrote a
+                                  parameter, also (2), before the update overwrites the
+                                  difference: the all-gather does so at ZeRO-1 and ZeRO-2, a master
+                                  weight at stage 0
 
    A digest is 8 bytes; on a difference the error names the tensor, two ranks and the last step at
    which they agreed. (2) is about replicas, which several ranks hold and each updates itself:
@@ -1208,44 +1218,22 @@ static dt_status dt__compare_items(dt_zero *zero, dt_comm *comm, int kind) {
 
 /* ---- replicas: values and optimizer state ---- */
 
-/* Returns the weight of a word's index in the digest. The weight is never 0, and 2^32 consecutive
-   indices have distinct weights. k is (index + 1) times an odd number, modulo 2^32. */
-static uint32_t dt__words_weight(uint32_t k) {
-    k ^= k >> 15;
-    k *= 2246822507u;
-    return k ^ k >> 13;
-}
-
-/* Returns a digest of words: the sum of word times weight modulo 2^64, where the weight depends on
-   the word's index. A change of one word changes the digest, because the difference times the
-   weight is not 0 and less than 2^64; so does a swap of two different words, because their weights
-   differ; other changes cancel only by chance. `i` is the index of the first word, `size` the bytes
-   of a word; `words` is less than 2^32. Each size has its own loop, which compilers vectorize. */
-static uint64_t dt__words_digest(uint64_t i, const void *data, size_t words, size_t size) {
-    const char *p = (const char *)data;
-    uint64_t sum = 0;
-    uint32_t first = ((uint32_t)i + 1) * 2654435761u;
-    for (uint32_t k = 0; k < words && size == 4; k++) {
-        uint32_t x;
-        memcpy(&x, p + 4 * (size_t)k, 4);
-        sum += (uint64_t)x * dt__words_weight(first + k * 2654435761u);
-    }
-    for (uint32_t k = 0; k < words && size == 2; k++) {
-        uint16_t x;
-        memcpy(&x, p + 2 * (size_t)k, 2);
-        sum += (uint64_t)x * dt__words_weight(first + k * 2654435761u);
-    }
-    for (uint32_t k = 0; k < words && size == 1; k++)
-        sum += (uint64_t)(unsigned char)p[k] * dt__words_weight(first + k * 2654435761u);
-    return sum;
-}
-
 /* Returns the digest of the elements [first, first + count) of a tensor; `data` holds these
-   elements. */
+   elements, in memory of the context's kernels, or of the host if `ctx` is NULL. Returns 0 after a
+   failure. */
 static uint64_t dt__elements_digest(
-    dt_dtype dtype, int64_t first, const void *data, int64_t count) {
-    size_t size = dt_dtype_size(dtype), word = size < 4 ? size : 4, words = size / word;
-    return dt__words_digest((uint64_t)first * words, data, (size_t)count * words, word);
+    dt_ctx *ctx, dt_dtype dtype, int64_t first, const void *data, int64_t count) {
+    uint64_t parts[DT_DIGEST_PARTS] = { 0 }, sum = 0;
+    dt_digest_args a = { dtype, parts, data, (size_t)count, (uint64_t)first,
+        1 + (size_t)count / 4096 };
+    if (a.parts > DT_DIGEST_PARTS) a.parts = DT_DIGEST_PARTS;
+    if (!ctx)
+        dt_kernels_cpu()->digest(&a, NULL);
+    else if ((a.out = (uint64_t *)dt_scratch(ctx, a.parts * sizeof sum)) != NULL &&
+             DT__KERNEL(ctx, "comparing ranks", digest, &a) == DT_OK)
+        dt__move_now(ctx, parts, a.out, a.parts * sizeof sum);
+    for (int p = 0; p < DT_DIGEST_PARTS; p++) sum += parts[p];
+    return sum;
 }
 
 /* One comparison of all replicas. */
@@ -1271,7 +1259,8 @@ static const char *dt__copied_name(const dt_zero *zero, int array) {
 }
 
 /* Returns the digest of an array of a parameter, of the elements that this rank holds; 1 if there
-   are none. A dry run has no values. */
+   are none. A dry run only requests the same memory: its arrays have no values, and its kernels do
+   nothing. */
 static uint64_t dt__array_digest(dt_zero *zero, const dt_tensor *t, int array) {
     enum { CHUNK = 1 << 18 };
     const dt_param_info *p = t->param;
@@ -1283,16 +1272,21 @@ static uint64_t dt__array_digest(dt_zero *zero, const dt_tensor *t, int array) {
            shard_end = shard + (params ? bucket->shard_count : z->count),
            begin = p->offset > shard ? p->offset : shard,
            end = p->offset + p->count < shard_end ? p->offset + p->count : shard_end;
-    if (!dt__zero_has_array(zero, bucket, array) || begin >= end || dt__is_dry_run(zero)) return 1;
-    const char *here = dt__array_in_host(zero, z, array);
+    int dry = dt__is_dry_run(zero);
+    if (!dt__zero_has_array(zero, bucket, array) || begin >= end) return 1;
+    const char *here = dt__array_memory(z, array);
+    dt_ctx *kernels =
+        dry || (here && !dt__beyond_kernels(zero->mesh.world, here)) ? zero->ctx : NULL;
     char *copy = here ? NULL : (char *)dt_alloc(zero->ctx, DT_MEM_HOST, CHUNK, "comparing ranks");
     uint64_t h = 0;
     for (size_t at = begin, n; at < end && (here || copy); at += n) {
         size_t max = here ? end - at : CHUNK / size;
         n = end - at < max ? end - at : max;
         const char *data = here ? here + (at - shard) * size : copy;
-        if (copy && dt__array_access(zero, z, array, 0, (at - shard) * size, copy, n * size)) break;
-        h += dt__elements_digest(dtype, (int64_t)(at - p->offset), data, (int64_t)n);
+        if (copy && !dry &&
+            dt__array_access(zero, z, array, 0, (at - shard) * size, copy, n * size) != DT_OK)
+            break;
+        h += dt__elements_digest(kernels, dtype, (int64_t)(at - p->offset), data, (int64_t)n);
     }
     dt_free(zero->ctx, DT_MEM_HOST, copy, CHUNK);
     return h ? h : 1;
@@ -1336,15 +1330,17 @@ static dt_status dt__replicas_fail(dt__replica_check *c, size_t index, const dt_
                *copied = dt__copied_name(zero, dt__copied_array(index));
     if (zero->agreed_step < 0)
         return dt_fail(zero->ctx, DT_ERR_COMM,
-            "%s: rank %d starts from other %s of %s than rank %d: load the same weights on every "
-            "rank",
+            "%s: rank %d starts from %s of %s that differ from rank %d's: pass the same values to "
+            "dt_write, or load the same weights, on every rank",
             c->what, other, copied, name, first);
     return dt_fail(zero->ctx, DT_ERR_COMM,
-        "%s: %.80s: ranks %d and %d of '%s' hold different %s after step %lld (%d of %d ranks "
-        "differ from the first); they agreed after step %lld. Possible causes: %s. "
-        "dt_zero_desc.compare_every = 1 finds the step",
-        c->what, name, first, other, dt_comm_name(comm), copied, (long long)zero->step, n_ranks,
-        dt_comm_size(comm), (long long)zero->agreed_step, cause);
+        "%s: %.80s: ranks %d and %d of '%s' hold different %s after step %lld%s (%d of %d ranks "
+        "differ from the first); they agreed after step %lld. Possible causes: %s. %s",
+        c->what, name, first, other, dt_comm_name(comm), copied, (long long)zero->step,
+        zero->written ? " and a later write" : "", n_ranks, dt_comm_size(comm),
+        (long long)zero->agreed_step, cause,
+        zero->written ? "Call dt_write with the same values on every rank"
+                      : "dt_zero_desc.compare_every = 1 finds the step");
 }
 
 /* Returns why replicas of a kind may differ. */
@@ -1431,46 +1427,50 @@ static dt__tied_param dt__tied_param_of(const dt_zero *zero, int param) {
         dt__tied_param){ dt__group_digest(dt__param_tied_group(zero, param)), (double)(h >> 12) };
 }
 
-/* Returns the k-th parameter (from 0) that a group shares, or NULL if there is none. `group` is the
-   digest of the group's ranks. */
-static const dt__tied_param *dt__tied_find(
-    const dt__tied_param *params, size_t n, double group, int k) {
-    for (size_t i = 0; i < n; i++)
-        if (params[i].group == group && k-- == 0) return &params[i];
-    return NULL;
+/* Tied parameters: iterates over the groups of stages that share parameters with this rank, in the
+   order of the groups' digests, because stages may register two groups in opposite orders and would
+   deadlock. Returns the group after the one with digest *digest, and sets *digest; NULL after the
+   last group. Start with *digest = 0. */
+static dt_comm *dt__next_tied_group(const dt_zero *zero, double *digest) {
+    dt_comm *next = NULL;
+    double smallest = 0;
+    for (int i = 0; i < dt_param_count(zero->ctx); i++) {
+        dt_comm *tied = dt__param_tied_group(zero, i);
+        double its = dt__group_digest(tied);
+        if (its > *digest && (!next || its < smallest)) next = tied, smallest = its;
+    }
+    *digest = smallest;
+    return next;
 }
 
-/* Compares this rank with rank r of pp: fails unless the tied parameters that the two ranks share
-   have the same description and are in the same order. */
-static dt_status dt__tied_agree(
-    dt_zero *zero, const dt__tied_param *mine, const dt__tied_param *theirs, size_t n, int r) {
-    int world_rank = dt_comm_world_rank(zero->mesh.pp, r);
-    for (int u = 0; u < dt_param_count(zero->ctx); u++) {
-        const dt_comm *tied = dt__param_tied_group(zero, u);
-        int k = 0, shares = 0;
-        if (!tied) continue;
-        for (int i = 0; i < u; i++) k += mine[i].group == mine[u].group;
-        for (int i = 0; i < dt_comm_size(tied); i++)
-            shares |= dt_comm_world_rank(tied, i) == world_rank;
-        const dt__tied_param *other =
-            shares ? dt__tied_find(theirs, n, mine[u].group, k) : &mine[u];
-        if (!other || other->description != mine[u].description)
+/* Fails unless this rank and rank r of pp have the same parameters of a group, in the same order.
+   mine and theirs have an entry for each parameter of the rank; max_count is the most of a rank. */
+static dt_status dt__tied_agree(dt_zero *zero, const dt_comm *tied, const dt__tied_param *mine,
+    const dt__tied_param *theirs, size_t max_count, int r) {
+    size_t n = (size_t)dt_param_count(zero->ctx), other = 0;
+    double group = dt__group_digest(tied);
+    for (size_t i = 0; i < n; i++) {
+        if (mine[i].group != group) continue;
+        while (other < max_count && theirs[other].group != group) other++;
+        int found = other < max_count;
+        if (!found || theirs[other].description != mine[i].description)
             return dt_fail(zero->ctx, DT_ERR_COMM,
                 "dt_zero: %s is tied over '%s', where rank %d has %s: stages that share "
                 "parameters register them under the same names, in the same order",
-                dt_param_get(zero->ctx, u)->name, dt_comm_name(tied), world_rank,
-                other ? "another one" : "none");
+                dt_param_get(zero->ctx, (int)i)->name, dt_comm_name(tied),
+                dt_comm_world_rank(zero->mesh.pp, r), found ? "another one" : "none");
+        other++;
     }
     return DT_OK;
 }
 
 /* Compares the descriptions of tied parameters between pipeline stages. Their order must be the
    same on all stages, because each stage calls the sums of tied gradients in its own order of
-   buckets. */
+   buckets. All ranks of pp exchange their descriptions, because a rank that lacks a parameter does
+   not know its group. */
 static dt_status dt__compare_tied(dt_zero *zero) {
-    dt_comm *pp = zero->mesh.pp;
-    size_t ranks = (size_t)dt_comm_size(pp), me = (size_t)dt_comm_rank(pp),
-           n = (size_t)dt_param_count(zero->ctx);
+    dt_comm *pp = zero->mesh.pp, *tied;
+    size_t ranks = (size_t)dt_comm_size(pp), n = (size_t)dt_param_count(zero->ctx);
     if (ranks == 1) return DT_OK;
     size_t max_count = dt__max_over_ranks(zero, pp, n),
            bytes = ranks * max_count * sizeof(dt__tied_param);
@@ -1478,33 +1478,24 @@ static dt_status dt__compare_tied(dt_zero *zero) {
         (dt__tied_param *)dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "comparing stages");
     if (!all) return dt_error(zero->ctx);
     memset(all, 0, bytes);
-    dt__tied_param *mine = all + me * max_count;
-    for (size_t u = 0; u < n; u++)
-        if (dt__param_tied_group(zero, (int)u)) mine[u] = dt__tied_param_of(zero, (int)u);
+    dt__tied_param *mine = all + (size_t)dt_comm_rank(pp) * max_count;
+    for (size_t i = 0; i < n; i++)
+        if (dt__param_tied_group(zero, (int)i)) mine[i] = dt__tied_param_of(zero, (int)i);
     dt_sum_doubles(pp, (double *)all, bytes / sizeof(double));
-    for (size_t r = 0; r < ranks && dt_error(zero->ctx) == DT_OK; r++)
-        dt__tied_agree(zero, mine, all + r * max_count, max_count, (int)r);
+    for (double digest = 0; (tied = dt__next_tied_group(zero, &digest)) != NULL;)
+        for (size_t r = 0; r < ranks && dt_error(zero->ctx) == DT_OK; r++)
+            if (dt__rank_in(tied->group, dt_comm_world_rank(pp, (int)r)) >= 0)
+                dt__tied_agree(zero, tied, mine, all + r * max_count, max_count, (int)r);
     dt_free(zero->ctx, DT_MEM_HOST, all, bytes);
     return dt_error(zero->ctx);
 }
 
-/* Compares the values and the state of tied parameters over each group of stages that shares some.
-   Two stages may register the parameters of two groups in opposite orders: the groups come in the
-   order of their digests, so that no two ranks wait for each other. */
+/* Compares the values and the state of tied parameters over each group of stages that shares
+   some. */
 static void dt__compare_tied_replicas(dt__replica_check *c, int arrays) {
-    int n = dt_param_count(c->zero->ctx);
-    double last = 0, next = 0;
-    do {
-        dt_comm *comm = NULL;
-        for (int i = 0; i < n; i++) {
-            dt_comm *tied = dt__param_tied_group(c->zero, i);
-            double digest = dt__group_digest(tied);
-            if (digest > last && (!comm || digest < next)) comm = tied, next = digest;
-        }
-        if (!comm) return;
-        dt__compare_group(c, comm, DT__COMPARE_TIED, arrays);
-        last = next;
-    } while (dt_error(c->zero->ctx) == DT_OK);
+    dt_comm *tied;
+    for (double digest = 0; (tied = dt__next_tied_group(c->zero, &digest)) != NULL;)
+        dt__compare_group(c, tied, DT__COMPARE_TIED, arrays);
 }
 
 /* Returns a digest of the name of parameter i that a double holds; 0 if another pipeline stage may
@@ -1587,19 +1578,46 @@ static dt_status dt__compare_replicas(dt_zero *zero, const char *what) {
     dt__compare_tied_replicas(&c, VALUES | STATE);
     dt_free(ctx, DT_MEM_HOST, c.digests, bytes);
     if (dt_error(ctx) == DT_OK) zero->agreed_step = zero->step;
+    zero->written = 0;
     return dt_error(ctx);
 }
 
 /* Compares replicas before a checkpoint or an export, because its file holds only one of the
-   copies. */
+   copies. All ranks learn of a write on any rank, so that their error texts agree. */
 static dt_status dt__compare_before_save(dt_zero *zero, const char *what) {
-    return zero->desc.compare_every < 0 ? dt_error(zero->ctx) : dt__compare_replicas(zero, what);
+    double written = zero->written;
+    if (zero->desc.compare_every < 0 || dt_sum_doubles(zero->mesh.world, &written, 1) != DT_OK)
+        return dt_error(zero->ctx);
+    zero->written = written > 0;
+    return dt__compare_replicas(zero, what);
 }
 
 /* Values that must be equal on all ranks in a step. */
 typedef struct dt__step_common {
     double lr, step, loss_scale;
 } dt__step_common;
+
+/* Returns the fields in which rank r differs from rank 0. */
+static dt__text dt__step_common_text(
+    const dt__step_common *its, const dt__step_common *first, int r) {
+    int is_same_step = memcmp(&its->step, &first->step, sizeof its->step) == 0,
+        is_same_lr = memcmp(&its->lr, &first->lr, sizeof its->lr) == 0;
+    dt__text text = is_same_step ? dt__format("step %.0f", its->step)
+                                 : dt__format("rank %d takes step %.0f, rank 0 takes step %.0f", r,
+                                       its->step, first->step);
+    const char *separator = is_same_step ? ": " : "; ";
+    if (!is_same_lr) {
+        dt__put(&text, "%srank %d passes learning rate %.9g, rank 0 passes %.9g", separator, r,
+            its->lr, first->lr);
+        separator = "; ";
+    }
+    if (memcmp(&its->loss_scale, &first->loss_scale, sizeof its->loss_scale) != 0)
+        dt__put(&text, "%srank %d has loss scale %g, rank 0 has %g", separator, r, its->loss_scale,
+            first->loss_scale);
+    dt__put(&text, is_same_lr ? "; check that all ranks run the same steps"
+                              : "; pass the same learning rate on every rank");
+    return text;
+}
 
 /* Fails, because the ranks do not agree on `mine`. */
 static dt_status dt__step_common_fail(dt_zero *zero, const dt__step_common *mine) {
@@ -1614,41 +1632,40 @@ static dt_status dt__step_common_fail(dt_zero *zero, const dt__step_common *mine
     all[dt_comm_rank(world)] = *mine;
     if (dt_sum_doubles(world, (double *)all, (size_t)ranks * EACH) == DT_OK) {
         while (r + 1 < ranks && memcmp(&all[r], &all[0], sizeof *all) == 0) r++;
-        dt_fail(zero->ctx, DT_ERR_COMM,
-            "dt_zero_step: rank %d takes step %.0f with learning rate %.9g and loss scale %g, "
-            "rank 0 takes step %.0f with %.9g and %g: every rank passes the same learning rate in "
-            "every step",
-            r, all[r].step, all[r].lr, all[r].loss_scale, all[0].step, all[0].lr,
-            all[0].loss_scale);
+        dt_fail(zero->ctx, DT_ERR_COMM, "dt_zero_step: %s",
+            dt__step_common_text(&all[r], &all[0], r).s);
     }
     dt_free(zero->ctx, DT_MEM_HOST, all, bytes);
     return dt_error(zero->ctx);
 }
 
-/* Adds up *bad over all ranks, and fails unless all ranks take the same step with the same learning
-   rate. Both need one sum of a few doubles. Let h be a digest of `bits` bits on this rank. All
-   digests are equal to h if and only if the sum of (h_r - h)^2 over the ranks r is 0, which is
-   sum h_r^2 - 2 h sum h_r + ranks * h^2. All terms are integers that doubles hold exactly. */
+/* Adds up *bad over all ranks, sets zero->written on all ranks if it is set on one, and fails
+   unless all ranks take the same step with the same learning rate. All need one sum of a few
+   doubles. Let h be a digest of `bits` bits on this rank. All digests are equal to h if and only if
+   the sum of (h_r - h)^2 over the ranks r is 0, which is sum h_r^2 - 2 h sum h_r + ranks * h^2. All
+   terms are integers that doubles hold exactly. */
 static dt_status dt__step_agree(dt_zero *zero, double lr, double *bad) {
-    enum { DIGESTS = 2 };
+    enum { DIGESTS = 2, WRITTEN = 1 + 2 * DIGESTS };
     dt_comm *world = zero->mesh.world;
     dt__step_common mine = { lr + 0.0, (double)(zero->step + 1), zero->loss_scale };
     uint64_t digest = dt__digest(1, &mine, sizeof mine);
     int64_t ranks = dt_comm_size(world), h[DIGESTS];
     int bits = 20, equal = 1;
-    double sums[1 + 2 * DIGESTS] = { *bad };
+    double sums[WRITTEN + 1] = { *bad };
+    sums[WRITTEN] = zero->written;
     while (ranks >> (52 - 2 * bits)) bits--;
     for (int i = 0; i < DIGESTS; i++) {
         h[i] = (int64_t)(digest >> (32 * i) & 0xffffffff) & (((int64_t)1 << bits) - 1);
         sums[1 + 2 * i] = (double)h[i];
         sums[2 + 2 * i] = (double)(h[i] * h[i]);
     }
-    if (dt_sum_doubles(world, sums, 1 + 2 * DIGESTS) != DT_OK) return dt_error(zero->ctx);
+    if (dt_sum_doubles(world, sums, WRITTEN + 1) != DT_OK) return dt_error(zero->ctx);
     for (int i = 0; i < DIGESTS; i++)
         equal &=
             (int64_t)sums[2 + 2 * i] - 2 * h[i] * (int64_t)sums[1 + 2 * i] + ranks * h[i] * h[i] ==
             0;
     *bad = sums[0];
+    zero->written = sums[WRITTEN] > 0;
     return equal ? DT_OK : dt__step_common_fail(zero, &mine);
 }
 
@@ -2043,7 +2060,8 @@ static dt_status dt__tree_add(dt_zero *zero, dt__zero_bucket *z) {
    Prefetch: each micro-batch records the order of its gathers, and the next micro-batch prefetches
    in this order. Gathers of dt_read and other calls outside of ops are not recorded. Ranks that run
    the same ops start the same gathers in the same order. A rank that runs other ops is detected,
-   because dt_comm.h compares the ranks' collective calls. */
+   because dt_comm.h compares the ranks' collective calls, with the bucket and the phase of each
+   gather. */
 static dt_status dt__zero_gather_start(dt_zero *zero, dt__zero_bucket *z) {
     const dt_bucket *u = &z->bucket;
     if ((!z->gathered && dt__params_read_start(zero, z) != DT_OK) ||
@@ -2051,8 +2069,10 @@ static dt_status dt__zero_gather_start(dt_zero *zero, dt__zero_bucket *z) {
         return dt_error(zero->ctx);
     const void *mine =
         u->shard ? u->shard : (char *)z->gathered + u->shard_offset * dt_dtype_size(u->dtype);
-    z->gather_work =
-        dt_all_gather_start(z->shard_group, mine, z->gathered, u->shard_count, u->dtype);
+    dt__call call = dt__call_make(DT__ALL_GATHER, mine, z->gathered, u->shard_count, u->dtype);
+    dt__gather_phase phase = zero->ctx->outside_op ? DT__OUTSIDE_OPS : zero->current_phase;
+    call.gather_id = 1 + 4 * (uint32_t)u->index + (uint32_t)phase;
+    z->gather_work = dt__op_start(z->shard_group, call);
     return dt_error(zero->ctx);
 }
 
@@ -2079,7 +2099,7 @@ static void dt__zero_free_held(dt_zero *zero, int block) {
 /* Sets every gather plan back to its first entry, and frees prefetched buckets that no op has
    read. */
 static void dt__gather_plans_rewind(dt_zero *zero) {
-    for (int i = 0; i < 3 * zero->n_stages; i++) zero->gather_plans[i].position = 0;
+    for (int i = 0; i < DT__GATHER_PLANS * zero->n_stages; i++) zero->gather_plans[i].position = 0;
     for (int u = 0; u < zero->n_buckets; u++)
         if (zero->buckets[u].gathered && !zero->buckets[u].bucket.data)
             dt__zero_free_gathered(zero, &zero->buckets[u]);
@@ -2122,7 +2142,8 @@ static dt_status dt__zero_prefetch(dt_zero *zero, const dt__gather_plan *plan, i
 static void dt__zero_on_gather(dt_ctx *ctx, dt_bucket *bucket, void *user) {
     dt_zero *zero = (dt_zero *)user;
     dt__zero_bucket *z = (dt__zero_bucket *)bucket;
-    dt__gather_plan *plan = &zero->gather_plans[3 * bucket->stage + zero->current_plan];
+    dt__gather_plan *plan =
+        &zero->gather_plans[DT__GATHER_PLANS * bucket->stage + (int)zero->current_phase];
     z->holder_block = ctx->entered_block ? ctx->entered_block->index : 0;
     if (!ctx->outside_op && !dt__gather_plan_record(zero, plan, bucket->index, z->holder_block))
         return;
@@ -2137,6 +2158,7 @@ static void dt__zero_on_release(
     dt_ctx *ctx, dt_bucket *bucket, int written, int unused, void *user) {
     dt_zero *zero = (dt_zero *)user;
     dt__zero_bucket *z = (dt__zero_bucket *)bucket;
+    zero->written |= written && !bucket->frozen;
     if (dt_error(ctx) != DT_OK || bucket->data == bucket->shard) return;
     void *shard = z->gathered
                       ? (char *)z->gathered + bucket->shard_offset * dt_dtype_size(bucket->dtype)
@@ -2150,7 +2172,7 @@ static void dt__zero_on_enter(dt_ctx *ctx, const dt_event *event, void *user) {
     if (event->phase == DT_FORWARD || event->block != 0 || dt_error(ctx) != DT_OK) return;
     dt__gather_plans_rewind(zero); /* the forward has ended */
     if (!zero->desc.keep_gathered) dt__zero_free_held(zero, 0);
-    zero->current_plan = event->phase == DT_BACKWARD_WEIGHT ? 2 : 1;
+    zero->current_phase = event->phase == DT_BACKWARD_WEIGHT ? DT__IN_WEIGHT_HALF : DT__IN_BACKWARD;
 }
 
 static void dt__zero_on_leave(dt_ctx *ctx, const dt_event *event, void *user) {
@@ -2161,7 +2183,7 @@ static void dt__zero_on_leave(dt_ctx *ctx, const dt_event *event, void *user) {
     if (!zero->desc.keep_gathered && !goes_back) dt__zero_free_held(zero, event->block);
     if (event->phase == DT_FORWARD || event->block != 0) return;
     dt__gather_plans_rewind(zero);
-    zero->current_plan = 0;
+    zero->current_phase = DT__IN_FORWARD;
 }
 
 static void dt__zero_on_reset(dt_ctx *ctx, void *user) {
@@ -2298,6 +2320,20 @@ static dt_status dt__grad_norm(dt_zero *zero, double *norm) {
     return DT_OK;
 }
 
+/* Sets *bad to element `at` of a bucket. */
+static void dt__bad_grad_set(
+    dt_zero *zero, const dt__zero_bucket *z, size_t at, double value, dt__bad_grad *bad) {
+    const dt_tensor *t = dt_param_get(zero->ctx, z->bucket.first_param);
+    for (int p = 1; p < z->bucket.n_params; p++) {
+        const dt_tensor *later = dt_param_get(zero->ctx, z->bucket.first_param + p);
+        if (later->param->offset <= at) t = later;
+    }
+    bad->rank = dt_ctx_rank(zero->ctx);
+    bad->param = t->param->index;
+    bad->element = (double)(at - t->param->offset);
+    bad->value = value;
+}
+
 /* Sets *bad to the first bad element of a piece of a bucket. A piece has 1,024 elements, which
    are in `piece`; `at` is the index of its first element in the bucket. */
 static void dt__bad_grad_locate(
@@ -2312,15 +2348,7 @@ static void dt__bad_grad_locate(
                  fabs(dt__number(z->bucket.grad_dtype, piece, largest)))
             largest = i;
     }
-    const dt_tensor *t = dt_param_get(zero->ctx, z->bucket.first_param);
-    for (int p = 1; p < z->bucket.n_params; p++) {
-        const dt_tensor *later = dt_param_get(zero->ctx, z->bucket.first_param + p);
-        if (later->param->offset <= at + k) t = later;
-    }
-    bad->rank = dt_ctx_rank(zero->ctx);
-    bad->param = t->param->index;
-    bad->element = (double)(at + k - t->param->offset);
-    bad->value = dt__number(z->bucket.grad_dtype, piece, k);
+    dt__bad_grad_set(zero, z, at + k, dt__number(z->bucket.grad_dtype, piece, k), bad);
 }
 
 /* Returns 1 if a bucket's gradient is summed over ranks. */
@@ -2340,8 +2368,8 @@ static int dt__is_summed(const dt_zero *zero, const dt__zero_bucket *z) {
 static dt_status dt__own_grad_check(dt_zero *zero, const dt__zero_bucket *z, const void *full) {
     dt_ctx *ctx = zero->ctx;
     dt__bad_grad *bad = &zero->own_bad;
-    double copy[DT_PIECE]; /* f32 or f64 */
-    size_t n = z->bucket.padded / DT_PIECE, bytes = DT_PIECE * dt__zero_element_size(z), i = 0;
+    double copy[1]; /* f32 or f64 */
+    size_t size = dt__zero_element_size(z);
     int first_micro = ctx->micro == 0 || !zero->sum->each_micro;
     if (dt__is_dry_run(zero) || !dt__is_summed(zero, z) ||
         (ctx->kernels.sync && !ctx->check_finite))
@@ -2350,21 +2378,10 @@ static dt_status dt__own_grad_check(dt_zero *zero, const dt__zero_bucket *z, con
     if (first_micro && bad->rank >= 0 && dt_param_get(ctx, bad->param)->param->bucket == &z->bucket)
         bad->rank = -1;
     if (bad->rank >= 0) return DT_OK;
-    double *sums = (double *)dt_scratch(ctx, n * sizeof *sums);
-    dt_square_sums_args a = { z->bucket.grad_dtype, sums, full, z->bucket.padded };
-    if (!sums || DT__KERNEL(ctx, "the gradient before its sum", square_sums, &a) != DT_OK)
+    int64_t at = dt__find_bad(ctx, z->bucket.grad_dtype, full, (int64_t)z->bucket.padded, 1);
+    if (at < 0 || dt__move_now(ctx, copy, (const char *)full + (size_t)at * size, size) != DT_OK)
         return dt_error(ctx);
-    double *host = sums;
-    if (ctx->kernels.sync) {
-        host =
-            (double *)dt_alloc(ctx, DT_MEM_HOST, n * sizeof *host, "the gradient before its sum");
-        if (!host || dt__move_now(ctx, host, sums, n * sizeof *host) != DT_OK) n = 0;
-    }
-    while (i < n && isfinite(host[i])) i++;
-    if (host != sums) dt_free(ctx, DT_MEM_HOST, host, z->bucket.padded / DT_PIECE * sizeof *host);
-    if (i == n || dt__move_now(ctx, copy, (const char *)full + i * bytes, bytes) != DT_OK)
-        return dt_error(ctx);
-    dt__bad_grad_locate(zero, z, i * DT_PIECE, copy, bad);
+    dt__bad_grad_set(zero, z, (size_t)at, dt__number(z->bucket.grad_dtype, copy, 0), bad);
     bad->own = 1;
     bad->micro = zero->sum->each_micro || ctx->micro_count == 1 ? ctx->micro : -1;
     return DT_OK;
@@ -2463,7 +2480,8 @@ static dt__text dt__bad_grad_text(const dt_zero *zero, const dt__bad_grad *bad) 
 static dt_status dt__bad_grad_fail(dt_zero *zero, const dt__bad_grad *bad, double norm) {
     if (bad->rank >= 0 && bad->rank != dt_ctx_rank(zero->ctx)) return dt_barrier(zero->mesh.world);
     return dt_fail(zero->ctx, DT_ERR_NUMERIC,
-        "step %lld: the gradient norm is %g; %s. dt_check_finite names the op",
+        "step %lld: the gradient norm is %g; %s. Call dt_check_finite(ctx, 1) before the forward: "
+        "the error then names the op that made the NaN",
         (long long)zero->step + 1, norm, dt__bad_grad_text(zero, bad).s);
 }
 
@@ -3315,14 +3333,6 @@ static char *dt__array_memory(const dt__zero_bucket *z, int array) {
                                                : dt__zero_grad_shard(z));
 }
 
-/* The same, NULL also if the memory is that of a device. */
-static char *dt__array_in_host(const dt_zero *zero, const dt__zero_bucket *z, int array) {
-    int host =
-        !zero->ctx->kernels.alloc ||
-        (array == DT__PARAMS ? z->host_shard != NULL : dt__in_host(zero->desc.offload_optim));
-    return host ? dt__array_memory(z, array) : NULL;
-}
-
 /* Copies bytes [at, at + bytes) of this rank's shard of an array, wherever it is, to `host`, or
    with write = 1 from `host`. */
 static dt_status dt__array_access(
@@ -3724,11 +3734,11 @@ static void dt__zero_release(dt_ctx *ctx, dt_zero *zero) {
         dt__grad_free(ctx, &zero->buckets[u].bucket);
     }
     dt__onebit_free(zero);
-    for (int i = 0; zero->gather_plans && i < 3 * zero->n_stages; i++)
+    for (int i = 0; zero->gather_plans && i < DT__GATHER_PLANS * zero->n_stages; i++)
         dt_free(ctx, DT_MEM_HOST, zero->gather_plans[i].items,
             (size_t)zero->gather_plans[i].capacity * sizeof *zero->gather_plans[i].items);
     dt_free(ctx, DT_MEM_HOST, zero->gather_plans,
-        3 * (size_t)zero->n_stages * sizeof *zero->gather_plans);
+        (size_t)(DT__GATHER_PLANS * zero->n_stages) * sizeof *zero->gather_plans);
     dt_free(ctx, DT_MEM_COMM, zero->leaves, zero->leaves_bytes);
     dt_unpin(ctx, zero->sums, zero->n_sums * sizeof *zero->sums);
     dt_free(
@@ -3817,7 +3827,7 @@ static dt_status dt__gather_plans_make(dt_zero *zero) {
         int stage = dt_param_get(zero->ctx, i)->param->stage;
         zero->n_stages = stage >= zero->n_stages ? stage + 1 : zero->n_stages;
     }
-    size_t bytes = 3 * (size_t)zero->n_stages * sizeof *zero->gather_plans;
+    size_t bytes = (size_t)(DT__GATHER_PLANS * zero->n_stages) * sizeof *zero->gather_plans;
     zero->gather_plans =
         (dt__gather_plan *)dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "the order of gathers");
     if (zero->gather_plans) memset(zero->gather_plans, 0, bytes);
@@ -3828,6 +3838,7 @@ static void dt__zero_listen(dt_zero *zero) {
     dt_listener *l = &zero->listener;
     l->grad_ready = dt__zero_on_grad_ready;
     l->closing = dt__zero_on_closing;
+    l->release = dt__zero_on_release;
     l->user = zero;
     if (zero->stage->shard_params) {
         dt__world *world = dt__world_of(zero->ctx);
@@ -3835,7 +3846,6 @@ static void dt__zero_listen(dt_zero *zero) {
         l->enter = dt__zero_on_enter;
         l->leave = dt__zero_on_leave;
         l->gather = dt__zero_on_gather;
-        l->release = dt__zero_on_release;
         l->reset = dt__zero_on_reset;
     }
     dt_listen(zero->ctx, l);
@@ -3882,12 +3892,7 @@ static dt_zero *dt__zero_make(dt_ctx *ctx, dt_zero_desc desc) {
     return NULL;
 }
 
-dt_zero *(dt_zero_make)(dt_ctx *ctx, dt_zero_desc desc) {
-    dt_site outer = dt__site_open(ctx);
-    dt_zero *zero = dt__zero_make(ctx, desc);
-    dt__site_close(ctx, outer);
-    return zero;
-}
+DT__DEFINE_AT_SITE(dt_zero *, zero_make, ctx, (dt_ctx * ctx, dt_zero_desc desc), ctx, desc)
 
 dt_zero *dt_zero_here(dt_zero *zero, const char *file, int line) {
     if (zero) dt_ctx_here(zero->ctx, file, line);
@@ -3971,6 +3976,9 @@ static dt_step_info dt__zero_step(dt_zero *zero, double lr) {
         if (info.skipped) dt_clear_grads(zero->ctx);
         return info;
     }
+    if (zero->written && zero->desc.compare_every > 0 &&
+        dt__compare_replicas(zero, "dt_zero_step") != DT_OK)
+        return info;
     norm /= zero->loss_scale;
     dt__zero_free_held(zero, -1); /* because the update makes the gathered copies stale */
     info.clip_scale = dt__clip_scale(zero, norm);
@@ -3982,12 +3990,8 @@ static dt_step_info dt__zero_step(dt_zero *zero, double lr) {
     return info;
 }
 
-dt_step_info(dt_zero_step)(dt_zero *zero, double lr) {
-    dt_site outer = dt__site_open(zero ? zero->ctx : NULL);
-    dt_step_info info = dt__zero_step(zero, lr);
-    dt__site_close(zero ? zero->ctx : NULL, outer);
-    return info;
-}
+DT__DEFINE_AT_SITE(
+    dt_step_info, zero_step, zero ? zero->ctx : NULL, (dt_zero * zero, double lr), zero, lr)
 
 /* Returns the bucket of a parameter. Returns NULL and fails if `param` is frozen or is not a
    parameter of this context. */
@@ -4021,7 +4025,7 @@ static dt_status dt__zero_all_gather_param(dt_zero *zero, const dt__zero_bucket 
     return dt_error(zero->ctx);
 }
 
-dt_status dt_zero_state(dt_zero *zero, int which, const dt_tensor *param, void *host) {
+static dt_status dt__zero_state(dt_zero *zero, int which, const dt_tensor *param, void *host) {
     dt_status status = dt__zero_usable(zero, "dt_zero_state");
     if (status != DT_OK) return status;
     int master =
@@ -4043,7 +4047,10 @@ dt_status dt_zero_state(dt_zero *zero, int which, const dt_tensor *param, void *
     return dt_error(zero->ctx);
 }
 
-dt_status dt_zero_grad(dt_zero *zero, const dt_tensor *param, void *host) {
+DT__DEFINE_AT_SITE(dt_status, zero_state, zero ? zero->ctx : NULL,
+    (dt_zero * zero, int which, const dt_tensor *param, void *host), zero, which, param, host)
+
+static dt_status dt__zero_grad(dt_zero *zero, const dt_tensor *param, void *host) {
     dt_status status = dt__zero_usable(zero, "dt_zero_grad");
     if (status != DT_OK) return status;
     if (!host) return dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_grad: host memory is NULL");
@@ -4073,6 +4080,9 @@ dt_status dt_zero_grad(dt_zero *zero, const dt_tensor *param, void *host) {
     }
     return DT_OK;
 }
+
+DT__DEFINE_AT_SITE(dt_status, zero_grad, zero ? zero->ctx : NULL,
+    (dt_zero * zero, const dt_tensor *param, void *host), zero, param, host)
 
 int64_t dt_zero_steps(const dt_zero *zero) { return zero ? zero->step : 0; }
 
@@ -4590,7 +4600,7 @@ static void dt__ckpt_sink(
     dt_checkpoint *c = file->owner;
     const dt_weight *t = dt_weights_get(c->w[file->file], index);
     int64_t bytes = count * (int64_t)dt_dtype_size(t->dtype);
-    file->digest[index] += dt__elements_digest(t->dtype, first, data, count);
+    file->digest[index] += dt__elements_digest(NULL, t->dtype, first, data, count);
     file->count[index] += count;
     dt__files *f = &c->files;
     if (c->staged)
@@ -4606,7 +4616,7 @@ static dt_status dt__params_transfer(dt_checkpoint *c, dt_weights *w, dt__zero_b
     dt_ctx *ctx = c->ctx;
     dt_bucket *bucket = &z->bucket;
     int gathered = !bucket->data;
-    if (dt__gather_outside_op(dt_param_get(ctx, bucket->first_param)) != DT_OK)
+    if (dt__ensure_values(NULL, dt_param_get(ctx, bucket->first_param)) != DT_OK)
         return dt_error(ctx);
     w->share = dt_comm_rank(z->data_group);
     w->shares = w->writing ? dt_comm_size(z->data_group) : 0;
@@ -4754,7 +4764,7 @@ static void dt__put_hex(dt_json_out *o, const char *key, uint64_t value) {
 }
 
 static uint64_t dt__bytes_digest(const void *data, int64_t bytes) {
-    return dt__words_digest(0, data, (size_t)bytes, 1);
+    return dt__elements_digest(NULL, DT_U8, 0, data, bytes);
 }
 
 /* Adds one file to the manifest: its size, the size and digest of its header, and the digests of
@@ -4990,14 +5000,9 @@ static dt_status dt__checkpoint_save(dt_checkpoint *c) {
     return dt_error(c->ctx);
 }
 
-dt_status(dt_checkpoint_save)(dt_checkpoint *c) {
-    dt_site outer = dt__site_open(c ? c->ctx : NULL);
-    dt_status status = dt__checkpoint_save(c);
-    dt__site_close(c ? c->ctx : NULL, outer);
-    return status;
-}
+DT__DEFINE_AT_SITE(dt_status, checkpoint_save, c ? c->ctx : NULL, (dt_checkpoint * c), c)
 
-int dt_checkpoint_poll(dt_checkpoint *c) {
+static int dt__checkpoint_poll(dt_checkpoint *c) {
     if (!c || dt_error(c->ctx) != DT_OK || c->saving == DT__SAVE_IDLE) return 1;
     dt_comm *world = dt_world(c->ctx); /* not zero->mesh.world, because zero may be freed */
     int finished = !dt__io_pending(c->ctx, &c->request);
@@ -5016,10 +5021,12 @@ int dt_checkpoint_poll(dt_checkpoint *c) {
     return 1;
 }
 
+DT__DEFINE_AT_SITE(int, checkpoint_poll, c ? c->ctx : NULL, (dt_checkpoint * c), c)
+
 /* [collective: world] Polls until no save is in progress. */
 static dt_status dt__save_wait(dt_checkpoint *c) {
     const dt_host *host = dt_ctx_host(c->ctx);
-    while (!dt_checkpoint_poll(c))
+    while (!dt__checkpoint_poll(c))
         if (c->desc.background) host->sleep(host->user, 1e-4);
     return dt_error(c->ctx);
 }
@@ -5100,7 +5107,7 @@ static void dt__ckpt_free(dt_ctx *ctx, void *user) {
     dt_free(ctx, DT_MEM_HOST, c, sizeof *c);
 }
 
-dt_checkpoint *dt_checkpoint_open(dt_zero *zero, dt_checkpoint_desc desc) {
+static dt_checkpoint *dt__checkpoint_open(dt_zero *zero, dt_checkpoint_desc desc) {
     if (dt__zero_usable(zero, "dt_checkpoint_open") != DT_OK) return NULL;
     dt_ctx *ctx = zero->ctx;
     const dt_io *io = dt_ctx_io(ctx);
@@ -5135,9 +5142,12 @@ dt_checkpoint *dt_checkpoint_open(dt_zero *zero, dt_checkpoint_desc desc) {
     dt_listen(ctx, &c->listener);
     if (dt_error(ctx) == DT_OK) dt_barrier(zero->mesh.world);
     if (dt_error(ctx) == DT_OK) return c;
-    dt_checkpoint_close(c);
+    (dt_checkpoint_close)(c);
     return NULL;
 }
+
+DT__DEFINE_AT_SITE(dt_checkpoint *, checkpoint_open, zero ? zero->ctx : NULL,
+    (dt_zero * zero, dt_checkpoint_desc desc), zero, desc)
 
 /* Exports the parameters to the file `path`. `c` is a checkpoint that has one file and no
    folder. */
@@ -5175,12 +5185,8 @@ static dt_status dt__zero_export(dt_zero *zero, const char *path, dt_export_desc
     return dt_error(c.ctx);
 }
 
-dt_status(dt_zero_export)(dt_zero *zero, const char *path, dt_export_desc desc) {
-    dt_site outer = dt__site_open(zero ? zero->ctx : NULL);
-    dt_status status = dt__zero_export(zero, path, desc);
-    dt__site_close(zero ? zero->ctx : NULL, outer);
-    return status;
-}
+DT__DEFINE_AT_SITE(dt_status, zero_export, zero ? zero->ctx : NULL,
+    (dt_zero * zero, const char *path, dt_export_desc desc), zero, path, desc)
 
 dt_checkpoint *dt_checkpoint_here(dt_checkpoint *checkpoint, const char *file, int line) {
     if (checkpoint) dt_ctx_here(checkpoint->ctx, file, line);
@@ -5190,7 +5196,7 @@ dt_checkpoint *dt_checkpoint_here(dt_checkpoint *checkpoint, const char *file, i
 const char *dt_checkpoint_path(const dt_checkpoint *c) { return c ? c->path : ""; }
 const char *dt_checkpoint_config(const dt_checkpoint *c) { return c && c->config ? c->config : ""; }
 
-dt_status dt_checkpoint_close(dt_checkpoint *c) {
+static dt_status dt__checkpoint_close(dt_checkpoint *c) {
     if (!c) return DT_OK;
     dt_ctx *ctx = c->ctx;
     if (dt_error(ctx) == DT_OK) dt__save_wait(c);
@@ -5198,6 +5204,8 @@ dt_status dt_checkpoint_close(dt_checkpoint *c) {
     dt__ckpt_free(ctx, c);
     return dt_error(ctx);
 }
+
+DT__DEFINE_AT_SITE(dt_status, checkpoint_close, c ? c->ctx : NULL, (dt_checkpoint * c), c)
 
 // ==== 22. Checkpoints: loading ==================================================================
 
@@ -5378,7 +5386,7 @@ static void dt__candidate_read(dt_checkpoint *c, dt__candidate *f, int k, char *
         for (int64_t at = from, n_chunk; at < to && (!small || i % n == rank); at += n_chunk) {
             n_chunk = to - at < max_count ? to - at : max_count;
             if (dt_weights_read(f->w[k], i, at, n_chunk, t->dtype, buffer) != DT_OK) return;
-            c->file[k].digest[i] += dt__elements_digest(t->dtype, at, buffer, n_chunk);
+            c->file[k].digest[i] += dt__elements_digest(NULL, t->dtype, at, buffer, n_chunk);
             c->file[k].count[i] += n_chunk;
         }
     }
@@ -5659,6 +5667,7 @@ static dt_status dt__load_apply(dt_checkpoint *c, dt__candidate *f) {
     if (!dt_json_int(f->json, dt_json_find(f->json, 0, "step"), &zero->step) || zero->step < 0)
         return dt_fail(ctx, DT_ERR_IO, "dt_checkpoint_load: %s: its step is no number", f->path);
     zero->next_compare = 0; /* the loaded step may be an older one */
+    zero->agreed_step = -1; /* an earlier agreement does not cover the loaded values */
     for (int k = 0; k < DT__CKPT_FILES; k++)
         dt__files_path(&c->files, k, f->path, dt__ckpt_names[k]);
     if (dt__files_check(ctx, &c->files, "dt_checkpoint_load") != DT_OK ||
@@ -5699,12 +5708,8 @@ static int64_t dt__checkpoint_load(dt_checkpoint *c, const char *from) {
     return -1;
 }
 
-int64_t(dt_checkpoint_load)(dt_checkpoint *c, const char *from) {
-    dt_site outer = dt__site_open(c ? c->ctx : NULL);
-    int64_t step = dt__checkpoint_load(c, from);
-    dt__site_close(c ? c->ctx : NULL, outer);
-    return step;
-}
+DT__DEFINE_AT_SITE(
+    int64_t, checkpoint_load, c ? c->ctx : NULL, (dt_checkpoint * c, const char *from), c, from)
 
 #ifdef __cplusplus
 }
@@ -5727,9 +5732,8 @@ DT__CPP_WARNINGS_ON
                  dt_zero_formula_desc.kept            keep_gathered
              dt_zero_desc.compare_every: replicas that differ are an error. dt_zero_make refuses
              parameters that two pipeline stages register. A training state that dt_zero_free has
-             freed is refused. dt_zero_here, dt_checkpoint_here: macros of dt_zero_make,
-             dt_zero_step, dt_zero_export, dt_checkpoint_save and dt_checkpoint_load record the
-             call site for errors
+             freed is refused. dt_zero_here, dt_checkpoint_here: functions that wait for other
+             ranks are also macros, which record the call site for errors
      0.1.0   AdamW, Adam, SGD, 1-bit Adam, a custom optimizer; ZeRO 0 to 3; offload; loss scaling;
              clipping; learning rates; formulas; checkpoints; export of weights
 

@@ -119,12 +119,15 @@ run_one() { start "$@"; judge "$1"; }
 
 # Each of these tests keeps one processor busy, and has no ranks that wait much: as many run at a time as there are
 # processors, the longest first. The last two need PyTorch, which is installed meanwhile.
-together="test_cuda_attention_races test_cuda_races test_cuda_attention test_cuda test_cli.sh test_kernels test_tensor test_account test_gpt \
-          test_seeds test_ops test_layers test_files test_cuda_shim test_schedule test_onebit test_fuzz test_launch.sh test_hf.sh"
-# These mostly wait: for timeouts, networks, disks and launchers. One after another, they run beside compilers and the
-# tests above.
-waiting="test_faults test_network.sh test_overlap test_rendezvous test_restart.sh test_pipe \
-         test_checkpoint_kills test_cli_io.sh test_config.sh test_bench.sh test_power.sh test_attack"
+together="test_cuda_races test_cuda_attention_races test_matrix_gpu test_cuda test_parts.sh test_cuda_attention test_entry_points.sh \
+          test_sanitized.sh test_cli.sh test_examples.sh test_memory test_kernels test_docs.sh test_tensor test_account test_gpt \
+          test_seeds test_ops test_layers test_files test_file_safety test_placements test_cuda_blas test_cuda_shim test_schedule \
+          test_onebit test_fuzz test_index.sh test_launch.sh test_hf.sh"
+# These mostly wait: for timeouts, networks, disks and launchers. LANES of them at a time run beside compilers and the
+# tests above, the longest first.
+LANES=3
+waiting="test_faults test_network.sh test_checkpoint_kills test_overlap test_nccl test_restart.sh test_rendezvous \
+         test_bench.sh test_cli_io.sh test_config.sh test_power.sh test_attack"
 # All other tests run alone: with many ranks that wait for each other, two tests at the same time take longer than one
 # after another.
 
@@ -154,25 +157,26 @@ compile() { # compile NAME...: the programs among them; failures are reported la
     [ ${#files[@]} = 0 ] || $MAKE -s -k -j"$CPUS" "${files[@]}" >/dev/null 2>&1
 }
 
+start_beside() { # start_beside JOBS NAME: starts the test once fewer than JOBS background jobs run
+    local command
+    while [ "$(jobs -rp | wc -l)" -ge "$1" ]; do wait -n; done
+    command_of "$2"
+    start "$2" $command &
+}
+
 run_all() { # run_all NAME...
-    local name command lane beside
+    local name command beside
     of "$waiting" "$@"
     beside=()
     compile "${programs_of_scripts[@]}" "${chosen[@]}"
     for name in "${chosen[@]}"; do ! buildable "$name" || beside+=("$name"); done
-    for name in "${beside[@]}"; do
-        command_of "$name"
-        start "$name" $command
-    done &
-    lane=$!
+    { for name in "${beside[@]}"; do start_beside $LANES "$name"; done; wait; } &
     compile "$@"
     of "$together" "$@"
     for name in "${chosen[@]}"; do
         buildable "$name" || continue
-        command_of "$name"
         [ "$name" != test_launch.sh ] && [ "$name" != test_hf.sh ] || end_python
-        while [ "$(jobs -rp | wc -l)" -gt "$CPUS" ]; do wait -n; done
-        start "$name" $command &
+        start_beside $((CPUS + 1)) "$name" # 1: the lanes
         beside+=("$name")
     done
     wait

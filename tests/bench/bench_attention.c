@@ -203,11 +203,7 @@ static settings parse(int argc, char **argv) {
             s.python = v;
         else
             good = 0;
-        if (!good) {
-            fprintf(stderr, "error: %s: the options are --quick --seconds X --python PATH\n",
-                argv[i < argc ? i : argc - 1]);
-            exit(2);
-        }
+        if (!good) bench_refuse(argc, argv, i, "--quick --seconds X --python PATH");
     }
     if (!s.python) s.python = "python3";
     return s;

@@ -142,12 +142,10 @@ static options parse(int argc, char **argv) {
         } else
             good = 0;
         o.ways = backends & buffers;
-        if (good && o.ways) continue;
-        fprintf(stderr,
-            "error: %s: the options are --quick --ops LIST --ranks LIST --backends procs,threads "
-            "--buffers range,malloc --sizes LIST --rounds N --seconds X --mpi DIR\n",
-            argv[i < argc ? i : argc - 1]);
-        exit(2);
+        if (!good || !o.ways)
+            bench_refuse(argc, argv, i,
+                "--quick --ops LIST --ranks LIST --backends procs,threads --buffers range,malloc "
+                "--sizes LIST --rounds N --seconds X --mpi DIR");
     }
     return o;
 }

@@ -201,13 +201,9 @@ static settings parse(int argc, char **argv) {
             good = s.dtype >= 0;
         } else
             good = 0;
-        if (!good) {
-            fprintf(stderr,
-                "error: %s: the options are --quick --seconds X --dtype f32|f64|bf16 --threads N "
-                "--openblas PATH\n",
-                argv[i < argc ? i : argc - 1]);
-            exit(2);
-        }
+        if (!good)
+            bench_refuse(argc, argv, i,
+                "--quick --seconds X --dtype f32|f64|bf16 --threads N --openblas PATH");
     }
     return s;
 }

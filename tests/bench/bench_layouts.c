@@ -111,13 +111,9 @@ static settings parse(int argc, char **argv) {
             good = strcmp(v, "procs") == 0 || strcmp(v, "threads") == 0;
         } else
             good = 0;
-        if (!good) {
-            fprintf(stderr,
-                "error: %s: the options are --quick --rounds N --backend threads|procs --pairs N "
-                "--stage 1|2|3\n",
-                argv[i < argc ? i : argc - 1]);
-            exit(2);
-        }
+        if (!good)
+            bench_refuse(argc, argv, i,
+                "--quick --rounds N --backend threads|procs --pairs N --stage 1|2|3");
     }
     return s;
 }

@@ -110,14 +110,10 @@ static settings parse(int argc, char **argv) {
             good = strcmp(v, dt_dtype_name(s.dtype)) == 0;
         } else
             good = 0;
-        if (!good) {
-            fprintf(stderr,
-                "error: %s: the options are --quick --rounds N --steps N --python PATH --variants "
-                "LIST "
-                "--openblas PATH --llmc PATH --profile --dtype f32|bf16\n",
-                argv[i < argc ? i : argc - 1]);
-            exit(2);
-        }
+        if (!good)
+            bench_refuse(argc, argv, i,
+                "--quick --rounds N --steps N --python PATH --variants LIST --openblas PATH --llmc "
+                "PATH --profile --dtype f32|bf16");
     }
     return s;
 }

@@ -242,6 +242,8 @@ typedef struct plan {
     int kind, victim;
 } plan;
 
+static int too_long, too_short; /* lines of the sends; each receive is in the next line */
+
 static dt_status failing_rank(dt_ctx *ctx, void *user) {
     const plan *p = (const plan *)user;
     dt_comm *world = dt_world(ctx);
@@ -252,8 +254,10 @@ static dt_status failing_rank(dt_ctx *ctx, void *user) {
     if (p->kind == ONE_FAILS && me == p->victim) dt_fail(ctx, DT_ERR_NUMERIC, "planted on %d", me);
     if (p->kind == RETURNS && me == p->victim) return free(a), DT_ERR_IO;
     if (p->kind == LOST && me == p->victim) dt_send(world, a, 3, DT_F32, (me + 1) % n, 7);
+    too_long = __LINE__ + 1;
     if (p->kind == TOO_LONG && me == 0) dt_send(world, a, 30, DT_F32, 1, 1);
     if (p->kind == TOO_LONG && me == 1) dt_recv(world, a, 10, DT_F32, 0, 1);
+    too_short = __LINE__ + 1;
     if (p->kind == TOO_SHORT && me == 0) dt_send(world, a, 10, DT_F32, 1, 1);
     if (p->kind == TOO_SHORT && me == 1) dt_recv(world, a, 30, DT_F32, 0, 1);
     if (p->kind == TAG && me == 0) dt_send(world, a, 10, DT_F32, 1, 0x7fffffff);
@@ -301,7 +305,7 @@ static void one_failure(int kind, int victim, int rank, int size) {
         DT_ERR_COMM, DT_OK, DT_ERR_NUMERIC, DT_ERR_ARG, DT_ERR_ARG, DT_ERR_COMM, DT_ERR_NUMERIC,
         DT_ERR_NUMERIC };
     plan p = { kind, victim };
-    char text[64];
+    char text[128];
     dt_report report;
     dt_host host = *dt_host_default();
     double begin = host.now(host.user);
@@ -325,9 +329,13 @@ static void one_failure(int kind, int victim, int rank, int size) {
     if (kind == LOST)
         snprintf(text, sizeof text, "rank %d: ended without receiving", (victim + 1) % size);
     if (kind == TOO_LONG)
-        snprintf(text, sizeof text, "rank 0 sends f32 x 30, rank 1 receives f32 x 10");
+        snprintf(text, sizeof text,
+            "rank 0 sends f32 x 30 at mpi_ranks.c:%d, rank 1 receives f32 x 10 at mpi_ranks.c:%d",
+            too_long, too_long + 1);
     if (kind == TOO_SHORT)
-        snprintf(text, sizeof text, "rank 0 sends f32 x 10, rank 1 receives f32 x 30");
+        snprintf(text, sizeof text,
+            "rank 0 sends f32 x 10 at mpi_ranks.c:%d, rank 1 receives f32 x 30 at mpi_ranks.c:%d",
+            too_short, too_short + 1);
     if (kind == ENDS)
         snprintf(text, sizeof text, "rank %d ended without calling all-reduce", victim);
     if (kind == RANKS || kind == ONE_RANKS)

@@ -502,6 +502,7 @@ typedef struct mail_case {
     const char *says;
 } mail_case;
 
+enum { MAIL_LINE = __LINE__ + 6 };
 static dt_status mail_case_rank(dt_ctx *ctx, void *user) {
     const mail_case *c = (const mail_case *)user;
     dt_comm *world = dt_world(ctx);
@@ -543,29 +544,37 @@ static void test_mail(void) {
     for (int ranks = 2; ranks <= 8; ranks += 2) run_well(ranks, mail_rank, NULL);
     static const mail_case cases[] = {
         { 10, 12, DT_F32, DT_F32,
-            "rank 1 sends f32 x 10, rank 2 receives f32 x 12 (tag 3 on world)" },
+            "rank 1 sends f32 x 10 at test_comm.c:%d, rank 2 receives f32 x 12 at "
+            "test_comm.c:%d (tag 3 on world); count and type must be equal" },
         { 10, 10, DT_F32, DT_I32,
-            "rank 1 sends f32 x 10, rank 2 receives i32 x 10 (tag 3 on world)" },
+            "rank 1 sends f32 x 10 at test_comm.c:%d, rank 2 receives i32 x 10 at "
+            "test_comm.c:%d (tag 3 on world); count and type must be equal" },
         { 2000, 1000, DT_F64, DT_F64,
-            "rank 1 sends f64 x 2000, rank 2 receives f64 x 1000 (tag 3 on world)" },
+            "rank 1 sends f64 x 2000 at test_comm.c:%d, rank 2 receives f64 x 1000 at "
+            "test_comm.c:%d (tag 3 on world); count and type must be equal" },
         { 1000, 2000, DT_F64, DT_F64,
-            "rank 1 sends f64 x 1000, rank 2 receives f64 x 2000 (tag 3 on world)" },
+            "rank 1 sends f64 x 1000 at test_comm.c:%d, rank 2 receives f64 x 2000 at "
+            "test_comm.c:%d (tag 3 on world); count and type must be equal" },
         { 3000, 3000, DT_BF16, DT_F16,
-            "rank 1 sends bf16 x 3000, rank 2 receives f16 x 3000 (tag 3 on world)" },
+            "rank 1 sends bf16 x 3000 at test_comm.c:%d, rank 2 receives f16 x 3000 at "
+            "test_comm.c:%d (tag 3 on world); count and type must be equal" },
     };
     for (int i = 0; i < 5; i++) {
         mail_case c = cases[i];
         run(&o, 3, mail_case_rank, &c);
-        CHECK_MSG(o.status == DT_ERR_COMM && strstr(o.report.text, c.says), "%s", o.report.text);
-        CHECK_MSG(o.error[0] == DT_ERR_PEER && strstr(o.text[0], c.says), "%s", o.text[0]);
+        char says[160];
+        snprintf(says, sizeof says, c.says, MAIL_LINE, MAIL_LINE + 1);
+        CHECK_MSG(o.status == DT_ERR_COMM && strstr(o.report.text, says), "%s", o.report.text);
+        CHECK_MSG(o.error[0] == DT_ERR_PEER && strstr(o.text[0], says), "%s", o.text[0]);
         CHECK(in_time(o.took, 20));
     }
     static const char *const lost[] = {
-        "rank 1: rank 0 ended without receiving f32 x 10 with tag 4 on world",
-        "rank 1: rank 0 ended without the other half of send f32 x 2000 to rank 0 with tag 4 on "
-        "world at test_comm.c:%d",
-        "rank 1: rank 0 ended without the other half of receive f32 x 10 from rank 0 with tag 4 on "
-        "world at test_comm.c:%d",
+        "rank 1: rank 0 ended without receiving f32 x 10 with tag 4 on world, sent at "
+        "test_comm.c:%d",
+        "rank 1: rank 0 ended without the receive that this send needs: send f32 x 2000 to rank 0 "
+        "with tag 4 on world at test_comm.c:%d; check that all ranks run the same steps",
+        "rank 1: rank 0 ended without the send that this receive needs: receive f32 x 10 from rank "
+        "0 with tag 4 on world at test_comm.c:%d; check that all ranks run the same steps",
         "rank 1: send f32 x 1 to rank 1 with tag 0 on world at test_comm.c:%d: a rank that waits "
         "for itself waits for ever",
         "rank 1: receive f32 x 1 from rank 1 with tag 0 on world at test_comm.c:%d: a rank that "

@@ -203,9 +203,18 @@ static dt_status wait_for(const dt_kernels *t, void *queue) {
     return t->sync ? t->sync(queue) : DT_OK;
 }
 
+// The race detector takes ten times as long as the kernels, so it sees a third of the cases, drawn
+// by number; all of them with RACES=all, as make faults and the mutants have it.
+static bool drawn() {
+    static const char *const all = getenv("RACES");
+    static uint32_t n;
+    return all || (n++ * 2654435761u >> 16) % 3 == 0;
+}
+
 // Makes one call with both tables and compares, as described at the top.
 static void compare(
     const std::string &what, const arrays &start, const runner &run, size_t orders = 3) {
+    if (CUDA_ORDERS == 1 && !drawn()) return;
     arrays want = start, first;
     dt_status status = run(dt_kernels_cpu(), want);
     for (size_t o = 0; o < orders && o < CUDA_ORDERS; o++) {

@@ -461,6 +461,7 @@ struct dtc_simulator {
     const char *kernel = nullptr; // the launch
     const std::function<void()> *body = nullptr;
     std::vector<dtc_range> shared; // static shared memory, of each source file
+    bool poisoned;                 // all of it has been filled
     unsigned char *dynamic = nullptr;
     size_t dynamic_bytes = 0;
     size_t dynamic_allowed = DTC_SMEM_DEFAULT; // bytes a launch may ask for
@@ -810,14 +811,34 @@ inline void dtc_report_stall() {
             dtc_who_waits());
 }
 
-// Also fills ASan's gaps between variables, so ASan must not check these writes.
+// Static shared memory that a kernel uses. All kernels together have so much that filling it for
+// every block would take most of the time, so a kernel's part is found out in its first launches,
+// and again in every 16th, in which it may take another branch.
+struct dtc_used {
+    std::vector<dtc_range> ranges;
+    unsigned launches;
+};
+
+// Poison is 0xff in every byte. These functions also touch ASan's gaps between variables.
 __attribute__((no_sanitize("address", "thread"))) inline void dtc_poison(dtc_range range) {
     for (volatile char *p = range.first; p < range.end; p += 8)
         *reinterpret_cast<volatile uint64_t *>(p) = UINT64_MAX;
 }
 
+// Poisons what a block has changed, and adds it to `used`.
+__attribute__((no_sanitize("address", "thread"))) inline void dtc_find_used(dtc_used *used) {
+    for (const dtc_range &range : dtc.shared)
+        for (char *p = range.first; p < range.end; p += 8) {
+            if (*reinterpret_cast<volatile uint64_t *>(p) == UINT64_MAX) continue;
+            dtc_poison({ p, p + 8 });
+            if (used->ranges.empty() || used->ranges.back().end != p)
+                used->ranges.push_back({ p, p + 8 });
+            else
+                used->ranges.back().end = p + 8;
+        }
+}
+
 inline void dtc_prepare_block(size_t smem) {
-    for (const dtc_range &range : dtc.shared) dtc_poison(range);
     memset(dtc.dynamic, 0xff, smem);
     for (int i = 0; i < dtc.threads; i++) {
         dtc_fiber *fiber = &dtc.fibers[i];
@@ -833,6 +854,11 @@ inline void dtc_prepare_block(size_t smem) {
         fiber->groups = 0;
         if (!fiber->started) dtc_start_fiber(fiber);
     }
+}
+
+inline void dtc_end_block(dtc_used *used) {
+    for (const dtc_range &range : used->ranges) dtc_poison(range);
+    if (used->launches <= 2 || used->launches % 16 == 0) dtc_find_used(used);
 }
 
 inline void dtc_run_block(size_t smem) {
@@ -884,8 +910,8 @@ inline bool dtc_check_launch(dim3 grid, dim3 block, size_t smem) {
     return true;
 }
 
-inline void dtc_run_grid(
-    dim3 grid, dim3 block, size_t smem, const char *name, const std::function<void()> &body) {
+inline void dtc_run_grid(dim3 grid, dim3 block, size_t smem, const char *name,
+    const std::function<void()> &body, dtc_used *used) {
     std::lock_guard<std::mutex> guard(dtc.lock);
     if (dtc.failure != cudaSuccess) // as on a GPU, nothing runs after a failed kernel
         return;
@@ -904,6 +930,10 @@ inline void dtc_run_grid(
         dtc_fail(cudaErrorMemoryAllocation, "no memory for dynamic shared memory");
         return;
     }
+    if (!dtc.poisoned)
+        for (const dtc_range &range : dtc.shared) dtc_poison(range);
+    dtc.poisoned = true;
+    used->launches++;
     dtc.observer->launch_starts();
     dtc_walk walk(static_cast<uint64_t>(grid.x) * grid.y * grid.z);
     for (uint64_t i = 0; i < walk.n && dtc.failure == cudaSuccess; i++) {
@@ -913,6 +943,7 @@ inline void dtc_run_grid(
         blockIdx.y = static_cast<unsigned>(rest % grid.y);
         blockIdx.z = static_cast<unsigned>(rest / grid.y);
         dtc_run_block(smem);
+        dtc_end_block(used);
     }
     dtc.observer->launch_ends();
     free(dtc.dynamic);
@@ -924,8 +955,11 @@ inline void dtc_run_grid(
 template <class Kernel, class... Args>
 void dtc_launch(dim3 grid, dim3 block, size_t smem, cudaStream_t, const char *name, Kernel kernel,
     Args &&...args) {
+    static dtc_used
+        used; // one for each kernel, because Kernel is the type of a lambda that calls it
     const std::tuple<std::decay_t<Args>...> values(std::forward<Args>(args)...);
-    dtc_run_grid(grid, block, smem, name, [&] { std::apply(kernel, values); });
+    dtc_run_grid(
+        grid, block, smem, name, [&] { std::apply(kernel, values); }, &used);
 }
 #else
 
@@ -941,6 +975,7 @@ struct dtc_queued {
     size_t smem;
     const char *name;
     std::function<void()> body;
+    dtc_used *used;
 };
 
 // Passes the mistake on to the device, because the simulator also serves the other devices.
@@ -967,9 +1002,10 @@ template <class Kernel, class... Args>
 void dtc_launch(dim3 grid, dim3 block, size_t smem, cudaStream_t stream, const char *name,
     Kernel kernel, Args &&...args) {
     (fake_cuda_check_argument(name, &args, sizeof args), ...);
+    static dtc_used used; // as above
     std::tuple<std::decay_t<Args>...> values(std::forward<Args>(args)...);
-    dtc_queued *launch =
-        new dtc_queued{ grid, block, smem, name, [kernel, values] { std::apply(kernel, values); } };
+    dtc_queued *launch = new dtc_queued{ grid, block, smem, name,
+        [kernel, values] { std::apply(kernel, values); }, &used };
     if (!dtc_may_launch(*launch)) {
         dtc_hand_over_failure();
         delete launch;
@@ -979,7 +1015,8 @@ void dtc_launch(dim3 grid, dim3 block, size_t smem, cudaStream_t stream, const c
         stream,
         [](void *arg) {
             const dtc_queued *queued = static_cast<dtc_queued *>(arg);
-            dtc_run_grid(queued->grid, queued->block, queued->smem, queued->name, queued->body);
+            dtc_run_grid(queued->grid, queued->block, queued->smem, queued->name, queued->body,
+                queued->used);
             dtc_hand_over_failure();
         },
         launch, [](void *arg) { delete static_cast<dtc_queued *>(arg); });

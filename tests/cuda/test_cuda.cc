@@ -957,17 +957,41 @@ static void test_mse() {
 
 // ==== 5. Norm and optimizers ====================================================================
 
-static void test_square_sums() {
+static void compare_square_sums(dt_dtype dtype, double floor) {
     for (size_t count : { 0, 1, 15, 17, 1023, 1024, 1025, 5000, 16 * 1024 + 7, 40000 })
         for (int placement : { ALIGNED, ODD }) {
             arrays a;
-            push(a, placement, (count + DT_PIECE - 1) / DT_PIECE, EXACT, DT_F64);
-            put(a, placement, count, EXACT);
-            check(dtc_text("square_sums %zu", count), a, [=](const dt_kernels *t, arrays &x) {
-                dt_square_sums_args args = { TYPE, x[0].d(), x[1].data(), count };
-                return t->square_sums(&args, NULL);
-            });
+            push(a, placement, (count + DT_PIECE - 1) / DT_PIECE, floor, DT_F64);
+            push(a, placement, count, EXACT, dtype);
+            compare(dtc_text("square_sums %s x %zu", dt_dtype_name(dtype), count), a,
+                [=](const dt_kernels *t, arrays &x) {
+                    dt_square_sums_args args = { dtype, x[0].d(), x[1].data(), count };
+                    return t->square_sums(&args, NULL);
+                });
         }
+}
+
+// Sums of integers have no order: equal bits, for every type, length, offset and alignment.
+static void test_digest() {
+    for (dt_dtype dtype : { DT_U8, DT_BF16, DT_F32, DT_I32, DT_I64, DT_F64 })
+        for (size_t count : { 0, 1, 15, 257, 1000, 5003, 70001 })
+            for (uint64_t offset : { (uint64_t)0, (uint64_t)7, (uint64_t)UINT32_MAX - 100 })
+                for (int placement : { ALIGNED, ODD }) {
+                    arrays a;
+                    size_t parts = count > 5003 ? DT_DIGEST_PARTS : 1 + count % 7;
+                    push(a, ALIGNED, parts, EXACT, DT_I64);
+                    push(a, placement, count, EXACT, dtype);
+                    compare(
+                        dtc_text("digest %s x %zu from %llu", dt_dtype_name(dtype), count,
+                            (unsigned long long)offset),
+                        a,
+                        [=](const dt_kernels *t, arrays &x) {
+                            dt_digest_args args = { dtype, (uint64_t *)x[0].data(), x[1].data(),
+                                count, offset, parts };
+                            return t->digest(&args, NULL);
+                        },
+                        placement == ODD && offset == 7 ? 3 : 1);
+                }
 }
 
 // Parameters are f32; TYPE is the type of the 16-bit copy, and f32 means no copy.
@@ -1331,6 +1355,8 @@ static void test_types() {
     REFUSES(permute, (dt_dtype)7)
     REFUSES(cast, (dt_dtype)7)
     REFUSES(init, DT_I32)
+    REFUSES(digest, (dt_dtype)7)
+    REFUSES(square_sums, DT_I32)
     REFUSES_ALL(sum)
     REFUSES_ALL(max)
     REFUSES_ALL(binary)
@@ -1353,7 +1379,6 @@ static void test_types() {
     REFUSES_ALL(cross_entropy_back)
     REFUSES_ALL(mse)
     REFUSES_ALL(mse_back)
-    REFUSES_ALL(square_sums)
     REFUSES_ALL(adamw)
     REFUSES_ALL(sgd)
     REFUSES_ALL(momentum)
@@ -1364,7 +1389,7 @@ static void test_types() {
     REFUSES(sgd, DT_F16)
 #undef REFUSES_ALL
 #undef REFUSES
-    CHECK(there == 5 + 3 * 29 + 2);
+    CHECK(there == 7 + 3 * 28 + 2);
     // a copy of an invalid type is refused, and nothing is touched
     uint16_t narrow[4] = { 1, 2, 3, 4 };
     float x[4] = { 1, 2, 3, 4 };
@@ -1772,7 +1797,7 @@ static void test_in_type() {
     test_norm();
     test_cross_entropy();
     test_mse();
-    test_square_sums();
+    compare_square_sums(TYPE, EXACT);
     test_optimizers();
 }
 
@@ -1783,6 +1808,8 @@ int main() {
     test_permute();
     test_cast();
     test_init();
+    test_digest();
+    compare_square_sums(DT_F64, 0); // nvcc fuses an f64 product with its sum
     for (dt_dtype type : { DT_BF16, DT_F16, DT_F32 }) {
         if (type == DT_F16 && CUDA_ORDERS == 1) continue; // the same code paths as bf16
         TYPE = type;

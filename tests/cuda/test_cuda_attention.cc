@@ -83,8 +83,10 @@ static void compare_product(const product &p, size_t orders = 3, double grain = 
 
 #if CUDA_ORDERS > 1
 static const dt_dtype TYPES[] = { DT_F32, DT_BF16, DT_F16 };
-#else // test_cuda_attention_races.cc needs no f16, which has the same code paths as bf16
+static const int64_t LENGTHS[] = { 1, 17, 33, 65, 129 };
+#else // test_cuda_attention_races.cc: f16 has the code paths of bf16; lengths of up to three tiles
 static const dt_dtype TYPES[] = { DT_F32, DT_BF16 };
+static const int64_t LENGTHS[] = { 17, 65, 129 };
 #endif
 
 static void test_product_shapes() {
@@ -279,8 +281,8 @@ static bool only_bf16; // set for the second run, which uses the warp kernels
 static void test_attention_lengths() {
     for (dt_dtype dtype : TYPES) {
         if (only_bf16 && dtype != DT_BF16) continue;
-        for (int64_t tq : { 1, 17, 33, 65, 129 })
-            for (int64_t tk : { 1, 17, 33, 65, 129 }) {
+        for (int64_t tq : LENGTHS)
+            for (int64_t tk : LENGTHS) {
                 bool all = tq == tk || tq + tk == 146;
                 for (int64_t dim : { 16, 64, 80 }) {
                     attention_case c = { dtype, 1, tq, tk, 2, 1, dim, tq <= tk, DEFAULT, ALIGNED, 0,

@@ -2,7 +2,7 @@
 # run.sh - what "make faults" does: the full campaigns, one after another; last line "N passed, N failed, N skipped"
 #
 # test_faults, test_mismatch, test_attack, test_fuzz, test_checkpoint_faults and test_checkpoint_kills in full, the memory
-# promises of 500 configurations, each other script in tests/faults, test_mpi.sh in full with each MPI, and the compilers of
+# promises of 500 configurations, the race detector on all cases, each other script in tests/faults, test_mpi.sh in full with each MPI, and the compilers of
 # test_headers.sh in full. B is the folder of the programs.
 cd "$(dirname "$0")/../.." || exit 1
 B=${B:-build}
@@ -34,11 +34,12 @@ campaign "$B/test_fuzz" full
 campaign "$B/test_checkpoint_faults" full
 campaign "$B/test_checkpoint_kills" full
 campaign "$B/test_memory" 500
+campaign env RACES=all "$B/test_cuda_races"
+campaign env RACES=all "$B/test_cuda_attention_races"
 for script in tests/faults/*.sh; do
     [ "${script##*/}" = run.sh ] || campaign bash "$script"
 done
 campaign env ALL=yes bash tests/comm/test_mpi.sh
 campaign env FULL=yes bash tests/programs/test_headers.sh others
-echo "elastic: not built in this version"
 echo "$passed passed, $failed failed, $skipped skipped"
 [ "$failed" = 0 ]

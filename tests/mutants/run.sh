@@ -19,7 +19,7 @@
 here=$(cd "$(dirname "$0")" && pwd)
 ROOT=$(cd "$here/../.." && pwd)
 LIMIT=${LIMIT:-90} MAKE=${MAKE:-make}
-export TFLAGS=${MUTANT_TFLAGS:--O1} CFLAGS=${MUTANT_TFLAGS:--O1}
+export TFLAGS=${MUTANT_TFLAGS:--O1} CFLAGS=${MUTANT_TFLAGS:--O1} RACES=all
 CPUS=$(nproc 2>/dev/null || echo 2)
 unset MAKEFLAGS MAKELEVEL B
 cd "$ROOT" && . tests/support/slow.sh

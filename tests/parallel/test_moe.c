@@ -964,6 +964,141 @@ static dt_status stale_main(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
+// ==== Memory for rows that vary =================================================================
+
+/* The rows of two dispatches, one of which ends inside the other, vary from step to step. They keep
+   memory for their largest numbers, and no other tensor gets it that happens to have as many rows.
+   So from the third step on nothing is allocated, whatever the routing. Without a capacity rows have
+   no bound: they stay in the arena, also under a split backward. Values are those of a plain
+   backward. */
+enum { VARY_TOKENS = 16, VARY_EXPERTS = 4, VARY_WIDTH = 512 };
+enum { VARY_PLAIN, VARY_SPLIT, VARY_RECOMPUTE, VARY_NO_GRAD, VARY_MODES };
+typedef struct vary {
+    int mode;
+    double capacity;
+    dt_comm *ep;
+    dt_tensor *router[2];
+} vary;
+
+static dt_status doubled_back(dt_node *n) {
+    float *dx = dt_wants(n, 0) ? (float *)dt_grad(n, 0) : NULL;
+    for (int64_t i = 0; dx && i < dt_count(n->out->shape); i++)
+        dx[i] += 2 * ((const float *)n->out->grad)[i];
+    return dt_error(n->out->ctx);
+}
+
+/* A user's op: 2 x. */
+static dt_tensor *doubled(dt_tensor *x) {
+    dt_tensor *y = dt_new_rows(x, DT_F32, x ? x->shape : DT_SCALAR);
+    for (int64_t i = 0; y && i < dt_count(y->shape); i++)
+        ((float *)y->data)[i] = 2 * ((const float *)x->data)[i];
+    if (!y) return NULL;
+    return dt_record(
+        y, (dt_record_desc){ .name = "doubled", .in = { x }, .backward = doubled_back });
+}
+
+/* Returns h, which keeps the rows of x. */
+static dt_tensor *keeps_rows(dt_tensor *h, const dt_tensor *x) {
+    if (!h || !x) return h;
+    int no_bound = x->max_rows == DT__NO_BOUND, split = x->ctx->root->split;
+    CHECK(h->max_rows == x->max_rows && h->max_rows != 0);
+    CHECK(dt__owner(h)->storage != DT__SPLIT_BACKWARD || (split && !no_bound));
+    return h;
+}
+
+/* Ops that keep the rows of x (R,C), and a sum over them. */
+static dt_tensor *row_ops(dt_tensor *x) {
+    int64_t rows = x ? x->shape.d[0] : 0;
+    dt_tensor *h = keeps_rows(dt_alias(keeps_rows(doubled(dt_gelu(x)), x)), x);
+    h = keeps_rows(dt_reshape(h, DT_SHAPE(rows, 2, VARY_WIDTH / 2)), x);
+    h = keeps_rows(dt_swiglu(dt_transpose(dt_transpose(h, 1, 2), 1, 2)), x);
+    dt_tensor *both[2] = { h, dt_cast(dt_cast(h, DT_F64), DT_F32) };
+    h = keeps_rows(dt_softmax(dt_add(keeps_rows(dt_concat(both, 2, 1), x), x)), x);
+    dt_tensor *sum = dt_sum_over(dt_reshape(h, DT_SHAPE(rows, 8, VARY_WIDTH / 8)), 0);
+    h = dt_mul(h, dt_reshape(dt_exp(sum), DT_SHAPE(VARY_WIDTH)));
+    return keeps_rows(dt_slice(keeps_rows(h, x), 1, 0, VARY_WIDTH), x);
+}
+
+static dt_tensor *vary_forward(dt_tensor *x, void *user) {
+    const vary *v = (const vary *)user;
+    dt_route_desc d = { .k = 1, .capacity = v->capacity };
+    dt_routing *outer = dt_route(x, v->router[0], d), *inner = dt_route(x, v->router[1], d);
+    dt_tensor *a = dt_dispatch(x, outer, v->ep), *b = dt_dispatch(x, inner, v->ep);
+    if (!a || !b) return NULL;
+    dt_tensor *y = dt_combine(row_ops(b), inner);
+    /* a tensor that in some steps has as many rows as a or b */
+    dt_tensor *other = dt_gelu(dt_input(x->ctx, DT_F32, DT_SHAPE(8, VARY_WIDTH), NULL));
+    return other ? dt_add(y, dt_combine(row_ops(a), outer)) : NULL;
+}
+
+/* Token t of step `step` goes to expert t % spread. */
+static dt_tensor *vary_input(dt_ctx *ctx, int step) {
+    static const int spread[6][2] = { { 1, 1 }, { 1, 1 }, { 2, 1 }, { 4, 2 }, { 1, 4 }, { 2, 2 } };
+    float x[VARY_TOKENS * VARY_WIDTH];
+    memset(x, 0, sizeof x);
+    for (int t = 0; t < VARY_TOKENS; t++)
+        for (int i = 0; i < 2; i++) x[t * VARY_WIDTH + i * VARY_EXPERTS + t % spread[step][i]] = 1;
+    return dt_input(ctx, DT_F32, DT_SHAPE(1, VARY_TOKENS, VARY_WIDTH), x);
+}
+
+/* Compares the output and the gradient of the input with those of mode VARY_PLAIN, which runs
+   first. */
+static void vary_compare(
+    const vary *v, int step, const dt_tensor *t, const void *data, int is_grad) {
+    static float plain[2][6][2][VARY_TOKENS * VARY_WIDTH];
+    float *want = plain[dt_ctx_rank(t->ctx)][step][is_grad];
+    if (v->mode == VARY_PLAIN && CHECK(data != NULL)) memcpy(want, data, sizeof *plain[0][0]);
+    CHECK_MSG(data && memcmp(want, data, sizeof *plain[0][0]) == 0, "mode %d, step %d: %s differs",
+        v->mode, step, is_grad ? "the gradient" : "the output");
+}
+
+static dt_status vary_main(dt_ctx *ctx, void *user) {
+    vary v = *(const vary *)user;
+    v.ep = dt_mesh_make(ctx, (dt_mesh_desc){ .ep = dt_comm_size(dt_world(ctx)) }).ep;
+    size_t allocations = 0;
+    for (int step = 0; step < 6 && dt_error(ctx) == DT_OK; step++) {
+        float w[2][VARY_EXPERTS * VARY_WIDTH];
+        memset(w, 0, sizeof w);
+        for (int i = 0; i < 2; i++)
+            for (int e = 0; e < VARY_EXPERTS; e++) w[i][e * VARY_WIDTH + i * VARY_EXPERTS + e] = 1;
+        for (int i = 0; i < 2; i++)
+            v.router[i] = dt_input(ctx, DT_F32, DT_SHAPE(VARY_EXPERTS, VARY_WIDTH), w[i]);
+        dt_no_grad(ctx, v.mode == VARY_NO_GRAD);
+        ctx->root->split = v.mode == VARY_SPLIT;
+        dt_tensor *x = dt_require_grad(vary_input(ctx, step));
+        dt_block_desc block = { .recompute = v.mode == VARY_RECOMPUTE };
+        dt_tensor *y = dt_block_at(ctx, vary_forward, x, &v, block);
+        /* a gradient that is not the same everywhere */
+        dt_tensor *loss = y ? dt_sum_over(dt_mul(y, y), DT_ALL) : NULL;
+        if (y) vary_compare(&v, step, x, dt_data(y), 0);
+        if (v.mode == VARY_SPLIT) {
+            dt_backward_input(loss);
+            dt_backward_weight(loss);
+        } else if (v.mode != VARY_NO_GRAD) {
+            dt_backward(loss);
+        }
+        if (v.mode != VARY_NO_GRAD) vary_compare(&v, step, x, x ? x->grad : NULL, 1);
+        dt_reset(ctx);
+        size_t now = dt_memory_used(ctx).allocations;
+        CHECK_MSG(DT__ASAN || step < 2 || v.capacity == 0 || now == allocations,
+            "mode %d, %d ranks: %zu allocations in step %d", v.mode, dt_comm_size(dt_world(ctx)),
+            now - allocations, step);
+        allocations = now;
+    }
+    return dt_error(ctx);
+}
+
+static void test_vary(void) {
+    for (int code = 0; code < 4 * VARY_MODES; code++) {
+        vary v = { .mode = code % VARY_MODES, .capacity = code / VARY_MODES % 2 };
+        dt_report report = run(1 + code / VARY_MODES / 2, vary_main, &v);
+        CHECK_MSG(
+            report.status == DT_OK, "mode %d, capacity %g: %s", v.mode, v.capacity, report.text);
+    }
+}
+
+// ==== Dry runs ==================================================================================
+
 /* A dry run assumes an even load, and reports the bytes of an even load. */
 static void test_dry(void) {
     static result out;
@@ -1228,6 +1363,7 @@ int main(int argc, char **argv) {
     test_ranks();
     test_types();
     test_balance();
+    test_vary();
     test_dry();
     test_zero();
     test_refusals();

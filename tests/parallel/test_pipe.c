@@ -450,7 +450,7 @@ static dt_zero *make_zero(net *n) {
 static int are_planned(const dt_zero *zero) {
     int good = 1;
     for (int stage = 0; stage < zero->n_stages; stage++) {
-        const dt__gather_plan *plan = &zero->gather_plans[3 * stage];
+        const dt__gather_plan *plan = &zero->gather_plans[DT__GATHER_PLANS * stage];
         int units = 0;
         for (int u = 0; u < zero->n_buckets; u++) units += zero->buckets[u].bucket.stage == stage;
         good &= plan->n == units;
@@ -1178,7 +1178,7 @@ static void test_unlike(void) {
     static const char *const texts[UNLIKES] = { "clip 1",
         "b is tied over 'pp', where rank|has another one",
         "is tied over 'pp', where rank|has another one",
-        "rank 1 starts from other values of a than rank 0",
+        "rank 1 starts from values of a that differ from rank 0's",
         "b is tied over 'pp', where rank 1 has none" };
     for (int what = 0; what < UNLIKES; what++) {
         dt_report report;

@@ -912,6 +912,18 @@ static dt_status stages_main(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
+/* A group contains another one whatever the order of their ranks: dt_comm_split's key changes it. */
+static void test_contained_groups(void) {
+    static const int up[] = { 0, 2, 4, 6 }, down[] = { 6, 4, 2, 0 }, some[] = { 4, 0 },
+                     other[] = { 6, 1 };
+    const dt_group a = { .size = 4, .ranks = up }, b = { .size = 4, .ranks = down },
+                   c = { .size = 2, .ranks = some }, d = { .size = 2, .ranks = other };
+    CHECK(dt__group_contains(&a, &b) && dt__group_contains(&b, &a) && dt__group_contains(&a, &c) &&
+          dt__group_contains(&b, &c));
+    CHECK(
+        !dt__group_contains(&a, &d) && !dt__group_contains(&b, &d) && !dt__group_contains(&c, &a));
+}
+
 /* Two heads of keys over four ranks: a placement over tp counts over its subgroups. */
 static dt_status heads_main(dt_ctx *ctx, void *user) {
     dt_mesh mesh = dt_mesh_make(ctx, (dt_mesh_desc){ .tp = 4 });
@@ -946,5 +958,6 @@ int main(void) {
     run_well(2, context_main, NULL);
     run_well(4, stages_main, NULL);
     run_well(4, heads_main, NULL);
+    test_contained_groups();
     return check_done("test_placements");
 }

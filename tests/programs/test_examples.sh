@@ -9,22 +9,11 @@ log=$(mktemp)
 D=$(mktemp -d)
 trap 'rm -rf "$D" "$log"' EXIT
 
-# Each program of the ladder is one file and is compiled without make, without optimisation, which takes a tenth of the
-# time, as many at a time as there are processors. make builds the demonstration.
-ladder() {
-    local f
-    for f in examples/[0-9]*.c; do
-        while [ "$(jobs -rp | wc -l)" -ge "$(nproc 2>/dev/null || echo 2)" ]; do wait -n; done
-        f=$(basename "$f" .c)
-        ${CC:-cc} -O0 -Wall -Wextra -I. "examples/$f.c" -o "$D/$f" -lm -lpthread >"$D/$f.log" 2>&1 &
-    done
-    wait
-}
+# As many at a time as there are processors. Group examples of test_headers.sh compiles whole programs without make.
+MAKEFLAGS= $MAKE -s -k -j"$(nproc 2>/dev/null || echo 2)" "$B/demo" $(ls examples/[0-9]*.c | sed "s:examples/\(.*\)\.c:$B/\1:") \
+    >/dev/null 2>&1
 
-built() { # built NAME: 0 if the program was built, else prints its errors
-    [ "$1" != demo ] || { $MAKE -s "$B/demo" && cp "$B/demo" "$D"; return; }
-    [ -e "$D/$1" ] || { cat "$D/$1.log"; false; }
-}
+built() { $MAKE -s "$B/$1" && cp "$B/$1" "$D"; } # built NAME: 0 if the program was built, else prints its errors
 
 run() { # run NAME LIMIT_S ARGS...
     local name=$1 limit=$2 begin=$SECONDS
@@ -44,7 +33,6 @@ run() { # run NAME LIMIT_S ARGS...
     failed=$((failed + 1))
 }
 
-ladder
 for f in examples/[0-9]*.c; do
     name=$(basename "$f" .c)
     case $name in 04_memory) run "$name" 60 --width 300 ;; *) run "$name" 60 ;; esac

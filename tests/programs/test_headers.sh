@@ -8,7 +8,7 @@
 #              implementation and use in two files, DT_STATIC in two files of one program; and with
 #              DT_NCCL_DLOPEN
 #   others     the same program under nvcc (.c and .cu) and for aarch64; with FULL=yes (make faults) optimised for aarch64,
-#              and dt_kernels.cu for a GPU without bf16
+#              dt_kernels.cu optimised and within its budgets of registers, and for a GPU without bf16
 #   symbols    no writable data, no names without dt_, every declared function is defined and no other, libc only through tables
 #   text       contents, tags of functions, line lengths, header lengths, function lengths, layout (.clang-format),
 #              examples' use of dt__
@@ -287,7 +287,9 @@ group_others() {
     if have nvcc; then
         if [ -e dt_kernels.cu ]; then
             kernels=$T/kernels.o
-            job "nvcc: dt_kernels.cu within its budgets" tests/cuda/budget.sh -o "$kernels" 90a
+            if [ -n "$FULL" ]; then job "nvcc: dt_kernels.cu within its budgets" tests/cuda/budget.sh -o "$kernels" 90a
+            else job "nvcc: dt_kernels.cu" nvcc -Xcicc -O0 -Xptxas -O0 -arch=sm_90a -Xcompiler -Wall,-Wextra \
+                -Werror all-warnings -c dt_kernels.cu -o "$kernels"; fi
             at=$((n_jobs - 1)) KERNELS_AT=$at libs="-lcublasLt -lnccl"
             [ -z "$FULL" ] || job "nvcc: dt_kernels.cu for a GPU without bf16" nvcc -arch=compute_75 -I"$ROOT" -ptx dt_kernels.cu -o "$T/75.ptx"
         else

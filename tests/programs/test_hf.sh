@@ -8,7 +8,8 @@ cd "$(dirname "$0")/../.." || exit 1
 B=${B:-build} MAKE=${MAKE:-make} PYTHON=${PYTHON:-python3}
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
-if ! "$PYTHON" -c 'import torch, transformers, numpy' >/dev/null 2>&1; then
+find='from importlib.util import find_spec; exit(not all(map(find_spec, ["torch", "transformers", "numpy"])))'
+if ! "$PYTHON" -c "$find" >/dev/null 2>&1; then
     echo "SKIP test_hf: $PYTHON has no transformers and torch (PYTHON=... names another)${NO_TORCH:+; $NO_TORCH}"
     echo "test_hf: 0 passed, 0 failed, 1 skipped"
     exit 0
@@ -27,25 +28,30 @@ fi
 # transformers' loss of a checkpoint after three steps, compared with train_gpt's loss of step 4.
 $MAKE -s "$B/train_gpt"
 head -c 5000 README.md >"$dir/text"
-for layout in "--arch gpt2 --ranks 4 --tp 2 --pp 2 --zero 0 --micro-batch 2" "--arch gpt2 --ranks 4 --dp 4 --zero 3" \
-    "--arch llama --kv-heads 2 --ranks 4 --tp 2 --pp 2 --zero 0 --micro-batch 2" \
-    "--arch llama --kv-heads 2 --tie off --ranks 4 --dp 4 --zero 3"; do
+layouts=("--arch gpt2 --ranks 4 --tp 2 --pp 2 --zero 0 --micro-batch 2" "--arch gpt2 --ranks 4 --dp 4 --zero 3"
+    "--arch llama --kv-heads 2 --ranks 4 --tp 2 --pp 2 --zero 0 --micro-batch 2"
+    "--arch llama --kv-heads 2 --tie off --ranks 4 --dp 4 --zero 3")
+folders=() steps=()
+for layout in "${layouts[@]}"; do
     train="--layers 2 --width 32 --heads 4 --seq 32 --batch 8 --steps 4 --lr 1e-2 --quiet --data $dir/text $layout"
-    rm -rf "$dir/saved"
-    timeout $((60 * SLOW)) "$B/train_gpt" $train --save "$dir/saved" --stop-at 3 >"$dir/said" 2>"$dir/err" &&
-        timeout $((60 * SLOW)) "$B/train_gpt" $train --resume "$dir/saved" --log-csv "$dir/next.csv" >"$dir/said" 2>"$dir/err" &&
-        PYTHONDONTWRITEBYTECODE=1 "$PYTHON" tests/golden/next_loss.py "$dir/saved/step-3" "$dir/text" 32 24 8 \
-            >"$dir/loss" 2>"$dir/err"
-    hf=$(cat "$dir/loss" 2>/dev/null) next=$(tail -n 1 "$dir/next.csv" | cut -d, -f1,2)
-    if awk -v hf="$hf" -v ours="${next#*,}" -v step="${next%,*}" 'BEGIN { e = ours - hf;
+    saved=$dir/saved.${#folders[@]}
+    folders+=("$saved/step-3")
+    timeout $((60 * SLOW)) "$B/train_gpt" $train --save "$saved" --stop-at 3 >>"$dir/err" 2>&1 &&
+        timeout $((60 * SLOW)) "$B/train_gpt" $train --resume "$saved" --log-csv "$saved.csv" >>"$dir/err" 2>&1
+    steps+=("$(tail -n 1 "$saved.csv" 2>/dev/null | cut -d, -f1,2)")
+done
+PYTHONDONTWRITEBYTECODE=1 "$PYTHON" tests/golden/next_loss.py "$dir/text" 32 24 8 "${folders[@]}" >"$dir/losses" 2>>"$dir/err"
+mapfile -t losses <"$dir/losses"
+for i in "${!layouts[@]}"; do
+    next=${steps[i]}
+    if awk -v hf="${losses[i]}" -v ours="${next#*,}" -v step="${next%,*}" 'BEGIN { e = ours - hf;
         exit !(step == 4 && hf > 0 && (e < 0 ? -e : e) < 1e-5 * hf) }'; then
         passed=$((passed + 1))
     else
-        echo "FAIL test_hf: $layout: the loss of step $next, transformers have '$hf'"
+        echo "FAIL test_hf: ${layouts[i]}: the loss of step $next, transformers have '${losses[i]}'"
         tail -n 3 "$dir/err" | sed 's/^/    /'
         failed=$((failed + 1))
     fi
-    rm -f "$dir/loss" "$dir/next.csv"
 done
 echo "test_hf: $passed passed, $failed failed, 0 skipped"
 [ "$failed" = 0 ]

@@ -288,7 +288,10 @@ static void test_known(void) {
         "--recompute selective --zero 1 --micro-batch 1 --accum 2",
         /* experts got as many rows as the routing of the step sent to them */
         "--backend procs --dp 2 --ep 4 --layers 5 --width 24 --heads 1 --seq 96 --experts 8 "
-        "--top-k 2 --capacity 1.5 --moe-every 2 --dtype f64 --zero 3 --zero3-keep on"
+        "--top-k 2 --capacity 1.5 --moe-every 2 --dtype f64 --zero 3 --zero3-keep on",
+        /* replicas on disk were compared through a buffer */
+        "--dp 2 --tp 2 --sp on --layers 3 --width 48 --heads 2 --seq 32 --vocab 1000 --tie off "
+        "--dtype f64 --zero 1 --offload-optim build --micro-batch 1 --accum 2"
     };
     for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
         setup c;

@@ -178,7 +178,8 @@ static void test_ranks(void) {
         if (code % 3) r.value = INFINITY;
         snprintf(name, sizeof name, "place %d at stage %d, way %d", r.place, r.stage, way);
         snprintf(words, sizeof words,
-            "step 2: the gradient norm is|%s on rank %d, in the rank's own gradient%s%s",
+            "step 2: the gradient norm is|%s on rank %d, in the rank's own gradient%s%s|"
+            "Call dt_check_finite(ctx, 1) before",
             r.place == WEIGHT ? "element 3 of w2" : "", r.bad,
             r.stage >= 2 || r.tree ? " of micro-batch 2" : "", r.place < WEIGHT ? loss : "");
         dt_report report = run(4, nan_main, &r);
@@ -195,7 +196,7 @@ static void test_ranks(void) {
 static void test_ops(void) {
     static const char *const words[PLACES] = {
         "dt_linear, in block 1, micro-batch 2 of 3: element 11 of its input 0, dt_input (4,8), is "
-        "NaN",
+        "NaN; no tested op made it: check the data passed to dt_input",
         "dt_div makes a NaN, in block 2, micro-batch 2 of 3|element 0 of its output (4,8)|inputs "
         "on this rank "
         "have no NaN",
@@ -304,7 +305,54 @@ static void test_cleared(void) {
     }
 }
 
+/* The search copies sums of squares to the host, and then only pieces that may hold a bad element;
+   a finite number whose square overflows is none. */
+static size_t moved;
+
+static dt_status counted_move(void *to, const void *from, size_t bytes, void *stream) {
+    moved += bytes;
+    return dt_kernels_cpu()->move(to, from, bytes, stream);
+}
+
+static void test_search(void) {
+    enum { N = DT_PIECE * DT_PIECE + 3000 };
+    static const dt_dtype types[] = { DT_F32, DT_BF16, DT_F16, DT_F64 };
+    static const int64_t places[] = { 0, 1023, 1024, 500000, DT_PIECE * DT_PIECE - 1,
+        DT_PIECE * DT_PIECE, N - 1 };
+    dt_kernels kernels = *dt_kernels_cpu();
+    kernels.move = counted_move;
+    dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .kernels = &kernels });
+    char *x = (char *)calloc(N, 8);
+    if (!CHECK(x != NULL)) return;
+    for (int t = 0; t < 4; t++) {
+        dt_dtype type = types[t];
+        size_t size = dt_dtype_size(type), sums = (N / DT_PIECE + 1) * sizeof(double);
+        memset(x, 0, N * size);
+        moved = 0;
+        CHECK(dt__find_bad(ctx, type, x, N, 1) == -1 && moved == sums);
+        for (size_t k = 0; k < sizeof places / sizeof *places; k++)
+            for (int inf = 0; inf < 2; inf++) {
+                dt__set_number(type, x, (size_t)places[k], inf ? -INFINITY : NAN);
+                moved = 0;
+                CHECK(dt__find_bad(ctx, type, x, N, 1) == places[k]);
+                CHECK(moved <= sums + DT_PIECE * size);
+                CHECK(dt__find_bad(ctx, type, x, N, 0) == (inf ? -1 : places[k]));
+                CHECK(dt__find_bad(ctx, type, x, places[k], 1) == -1);
+                dt__set_number(type, x, (size_t)places[k], 0);
+            }
+        double large = type == DT_F64 ? 1e300 : type == DT_F16 ? 65504 : 3e38;
+        for (int i = 0; i < N; i++) dt__set_number(type, x, (size_t)i, i % 2 ? large : -large);
+        CHECK(dt__find_bad(ctx, type, x, N, 1) == -1);
+        dt__set_number(type, x, N - 1, NAN);
+        CHECK(dt__find_bad(ctx, type, x, N, 0) == N - 1);
+    }
+    CHECK(dt_error(ctx) == DT_OK);
+    free(x);
+    dt_ctx_free(ctx);
+}
+
 int main(void) {
+    test_search();
     test_ranks();
     test_ops();
     test_stages();

@@ -21,6 +21,11 @@ enum {
     LR,         /* another learning rate */
     LR_SCALE,   /* another lr_scale */
     WRITE,      /* dt_write of "w" */
+    WRITE_ALL,  /* all ranks write the same other values */
+    WRITE_BACK, /* one rank writes the values that it has read */
+    WRITE_ICE,  /* dt_write of a frozen parameter */
+    WRITE_SKIP, /* dt_write of "w" before a step that loss scaling skips */
+    LOAD_ONE,   /* dt_weights_load of "w" on one rank */
     SEED,       /* the context has another seed */
     KEY,        /* another dropout key */
     DATA,       /* reads another rank's samples */
@@ -85,7 +90,7 @@ static dt_zero_desc zero_desc(const drift *d, int bad, const dt_mesh *mesh) {
         .compare_every = d->every ? d->every : 2 };
     if (d->kind == EVERY && bad) z.compare_every = 3;
     if (d->kind == OPTIMIZER && bad) z.optimizer = DT_ADAM;
-    if (d->kind == SCALE) z.loss_scale = 2;
+    if (d->kind == SCALE || d->kind == WRITE_SKIP) z.loss_scale = 2;
     if (d->kind == UPDATE || d->kind == STATES) {
         z.optimizer = DT_OPTIMIZER_CUSTOM;
         z.update = own_update;
@@ -144,6 +149,7 @@ static dt_tensor *loss_of(dt_ctx *ctx, const drift *d, const dt_mesh *m, int ste
         x[i] = (float)((seed + i * 7) % 17 - 8) / 9;
         y[i] = (float)((seed + i * 3) % 5 - 2) / 3;
     }
+    if (d->kind == WRITE_SKIP && step == PLANTED) x[0] = INFINITY;
     for (int i = 0; i < ROWS; i++) index[i] = i;
     uint64_t key = 77 + (uint64_t)step + (d->kind == KEY && bad && step == PLANTED);
     dt_dtype dtype = d->dtype ? d->dtype : DT_F32;
@@ -172,18 +178,40 @@ static void write_other(dt_tensor *t, int bad) {
     dt_write(t, host);
 }
 
+/* Loads other values of a matrix from a file. */
+static void load_other(dt_ctx *ctx, dt_tensor *t) {
+    char path[] = "/tmp/dt_test_replicas.XXXXXX";
+    float host[C * C] = { 0 };
+    dt_weight_part part = { .name = "other" };
+    int fd = mkstemp(path);
+    if (!CHECK(fd >= 0)) return;
+    close(fd);
+    dt_weights *w = dt_weights_create(ctx, path, (dt_weights_desc){ 0 });
+    dt_weights_write(
+        w, dt_weights_declare(w, "other", DT_F32, DT_SHAPE(C, C)), 0, C * C, DT_F32, host);
+    dt_weights_close(w);
+    w = dt_weights_open(ctx, path);
+    CHECK(dt_weights_load(w, t, 0, &part, 1) == DT_OK);
+    dt_weights_close(w);
+    unlink(path);
+}
+
 /* Before the forward of step PLANTED. */
 static void plant(dt_ctx *ctx, const drift *d, dt_zero *zero, int bad) {
-    const char *name = d->kind == FLIP_ICE       ? "ice"
-                       : d->kind == FLIP_KV      ? "head"
-                       : d->kind == FLIP_EXPERT  ? "expert"
-                       : zero->mesh.sizes.pp > 1 ? "tied"
-                                                 : "w";
+    const char *name = d->kind == FLIP_ICE || d->kind == WRITE_ICE ? "ice"
+                       : d->kind == FLIP_KV                        ? "head"
+                       : d->kind == FLIP_EXPERT                    ? "expert"
+                       : zero->mesh.sizes.pp > 1                   ? "tied"
+                                                                   : "w";
     dt_tensor *t = dt_param_find(ctx, name);
     const dt_param_info *p = t->param;
     dt__zero_bucket *z = &zero->buckets[p->bucket->index];
-    if (d->kind == WRITE && (bad || d->stage == 3)) write_other(t, bad);
+    if ((d->kind == WRITE || d->kind == WRITE_BACK) && (bad || d->stage == 3))
+        write_other(t, bad && d->kind == WRITE);
+    if (d->kind == WRITE_ALL) write_other(t, 1);
     if (!bad) return;
+    if (d->kind == WRITE_ICE || d->kind == WRITE_SKIP) write_other(t, 1);
+    if (d->kind == LOAD_ONE) load_other(ctx, t);
     /* an element that is in the rank's shard, which may hold padding only */
     size_t at = p->offset + 3 > z->offset ? p->offset + 3 : z->offset;
     size_t value_at = d->stage == 3 ? at - z->offset : p->offset + 3;
@@ -222,6 +250,7 @@ static dt_status drift_main(dt_ctx *ctx, void *user) {
 #define DP4 \
     { .dp = 4 }
 #define MAKE "dt_zero_make: rank "
+#define WRITTEN_AT "after step 2 and a later write (|agreed after step 2.|Call dt_write with|"
 static const drift drifts[] = {
     /* no false alarm */
     { "nothing, dp 4", NOTHING, -1, DP4, 0, 0, DT_F32, 0, NULL, 0 },
@@ -235,37 +264,49 @@ static const drift drifts[] = {
         "gain: ranks 0 and 1 of 'tp' hold different|after step 1 |agreed after step 0|PARTIAL", 0 },
     { "no mark, ZeRO-3", NO_MARK, 1, { .dp = 2, .tp = 2 }, 3, 0, DT_F32, 1,
         "gain: ranks |of 'tp' hold different|after step 1 |agreed after step 0", 0 },
-    { "lr", LR, 2, DP4, 0, 0, DT_F32, 0, "rank 2 takes step 3 with learning rate 0.02|with 0.01",
-        0 },
-    { "lr, ZeRO-3", LR, 1, DP4, 3, 0, DT_F32, 0, "rank 1 takes step 3 with learning rate 0.02", 0 },
-    { "lr, pp", LR, 1, { .pp = 2 }, 0, 0, DT_F32, 0, "rank 1 takes step 3 with learning rate", 0 },
-    { "lr of rank 0", LR, 0, TP2, 0, 0, DT_F32, 0, "rank 0 takes step 3 with 0.02", 0 },
+    { "lr", LR, 2, DP4, 0, 0, DT_F32, 0,
+        "step 3: rank 2 passes learning rate 0.02, rank 0 passes 0.01; pass", 0 },
+    { "lr, ZeRO-3", LR, 1, DP4, 3, 0, DT_F32, 0, "step 3: rank 1 passes learning rate 0.02", 0 },
+    { "lr, pp", LR, 1, { .pp = 2 }, 0, 0, DT_F32, 0, "step 3: rank 1 passes learning rate", 0 },
+    { "lr of rank 0", LR, 0, TP2, 0, 0, DT_F32, 0,
+        "step 3: rank 1 passes learning rate 0.01, rank 0 passes 0.02", 0 },
     { "lr_scale", LR_SCALE, 1, DP4, 0, 0, DT_F32, 0, MAKE "1 has w|lr_scale 2", 0 },
     { "write", WRITE, 3, DP4, 0, 0, DT_F32, 0,
-        "w: ranks 0 and 3 of 'dp' hold different values after step 4 (1 of 4|agreed after step "
-        "2|dt_write",
-        0 },
+        WRITTEN_AT "w: ranks 0 and 3 of 'dp' hold different values|(1 of 4", 0 },
     { "write, rank 0", WRITE, 0, DP4, 0, 0, DT_F32, 0,
-        "w: ranks 0 and 1 of 'dp' hold different values after step 4 (3 of 4|agreed after step 2",
-        0 },
+        WRITTEN_AT "w: ranks 0 and 1 of 'dp' hold different values|(3 of 4", 0 },
     /* both replicas of tp differ, and either reports first */
-    { "write, tp", WRITE, 1, { .dp = 2, .tp = 2 }, 2, 0, DT_F32, 0,
-        "w: ranks |of 'tp'|after step 4|agreed after step 2", 0 },
-    { "write, HSDP", WRITE, 2, DP4, 3, 2, DT_F32, 0,
-        "w: ranks 0 and 2 of 'replicas'|after step 4|agreed after step 2", 0 },
+    { "write, tp", WRITE, 1, { .dp = 2, .tp = 2 }, 2, 0, DT_F32, 0, WRITTEN_AT "w: ranks ", 0 },
+    { "write, HSDP", WRITE, 2, DP4, 3, 2, DT_F32, 0, WRITTEN_AT "w: ranks 0 and 2 of 'replicas'",
+        0 },
     { "write, tied", WRITE, 1, { .pp = 2 }, 0, 0, DT_F32, 0,
-        "tied: ranks 0 and 1 of 'pp'|different values after step 4|agreed after step 2", 0 },
-    /* every rank receives all values from the rank that updates them */
-    { "write, ZeRO-1", WRITE, 1, DP4, 1, 0, DT_F32, 0, NULL, 0 },
+        WRITTEN_AT "tied: ranks 0 and 1 of 'pp' hold different values", 0 },
+    /* the update is followed by an all-gather, after which no comparison finds the write */
+    { "write, ZeRO-1", WRITE, 1, DP4, 1, 0, DT_F32, 0, WRITTEN_AT "w: ranks 0 and 1 of 'dp'", 0 },
+    { "write, ZeRO-2", WRITE, 3, DP4, 2, 0, DT_F32, 0, WRITTEN_AT "w: ranks 0 and 3 of 'dp'", 0 },
+    { "write, ZeRO-2, rare", WRITE, 3, DP4, 2, 0, DT_F32, 0,
+        "w: ranks 0 and 3 of 'dp'|after step 2 and a later write|agreed after step 1", 100 },
     /* no other rank holds this shard */
     { "write, ZeRO-3", WRITE, 0, DP4, 3, 0, DT_F32, 0, NULL, 0 },
-    /* the next update overwrites the parameter with the rounded master weight. On the way the bad
-       rank's gradient was another one, but gradients are summed */
-    { "write, bf16", WRITE, 1, DP4, 0, 0, DT_BF16, 0, NULL, 0 },
-    { "seed", SEED, 2, DP4, 0, 0, DT_F32, 0, "rank 2 starts from other values of w than rank 0",
-        0 },
-    { "seed, tp", SEED, 1, TP2, 0, 0, DT_F32, 0, "rank 1 starts from other values of w than rank 0",
-        0 },
+    /* the update overwrites the parameter with the rounded master weight */
+    { "write, bf16", WRITE, 1, DP4, 0, 0, DT_BF16, 0, WRITTEN_AT "w: ranks 0 and 1 of 'dp'", 0 },
+    { "write on all", WRITE_ALL, -1, DP4, 0, 0, DT_F32, 0, NULL, 0 },
+    { "write on all, ZeRO-1", WRITE_ALL, -1, DP4, 1, 0, DT_F32, 0, NULL, 0 },
+    { "write on all, ZeRO-2", WRITE_ALL, -1, { .dp = 2, .tp = 2 }, 2, 0, DT_BF16, 0, NULL, 0 },
+    { "write on all, HSDP", WRITE_ALL, -1, DP4, 3, 2, DT_F32, 0, NULL, 0 },
+    { "write on all, tied", WRITE_ALL, -1, { .dp = 2, .pp = 2 }, 1, 0, DT_F32, 0, NULL, 0 },
+    { "load on one, ZeRO-1", LOAD_ONE, 1, DP4, 1, 0, DT_F32, 0,
+        WRITTEN_AT "w: ranks 0 and 1 of 'dp'", 0 },
+    { "write, skipped step", WRITE_SKIP, 2, DP4, 1, 0, DT_F32, 0,
+        "w: ranks 0 and 2 of 'dp'|after step 2 and a later write|agreed after step 1.", 100 },
+    /* not compared before the update of step 3, which does not overwrite it */
+    { "write, frozen", WRITE_ICE, 1, DP4, 1, 0, DT_F32, 0,
+        "ice: ranks 0 and 1 of 'dp'|after step 4 (|agreed after step 2.", 0 },
+    { "write back, ZeRO-1", WRITE_BACK, 1, DP4, 1, 0, DT_F32, 0, NULL, 0 },
+    { "seed", SEED, 2, DP4, 0, 0, DT_F32, 0,
+        "rank 2 starts from values of w that differ from rank 0's: pass", 0 },
+    { "seed, tp", SEED, 1, TP2, 0, 0, DT_F32, 0,
+        "rank 1 starts from values of w that differ from rank 0's", 0 },
     { "dropout key, tp", KEY, 1, TP2, 0, 0, DT_F32, 0,
         "w: ranks 0 and 1 of 'tp'|after step 4|agreed after step 2|dropout keys", 0 },
     /* ranks of dp have other keys in any case: their gradients are summed */
@@ -281,11 +322,12 @@ static const drift drifts[] = {
     { "frozen", FROZEN, 1, TP2, 1, 0, DT_F32, 0, MAKE "1 has w|frozen", 0 },
     { "compare_every", EVERY, 1, DP4, 1, 0, DT_F32, 0, MAKE "1 has optimizer|others #", 0 },
     { "update", UPDATE, 3, DP4, 0, 0, DT_F32, 0,
-        "w: ranks 0 and 3 of 'dp'|different values after step 4|agreed after step 2", 0 },
+        "w: ranks 0 and 3 of 'dp'|values after step 4|agreed after step 2|compare_every = 1", 0 },
     { "update, ZeRO-1", UPDATE, 0, DP4, 1, 0, DT_F32, 0, NULL, 0 }, /* one rank updates a shard */
     { "flip, values", FLIP_VALUE, 1, DP4, 0, 0, DT_F32, 0,
         "w: ranks 0 and 1 of 'dp'|different values after step 4|memory error", 0 },
-    { "flip, values, ZeRO-1", FLIP_VALUE, 1, DP4, 1, 0, DT_F32, 0, NULL, 0 }, /* as with WRITE */
+    /* every rank receives all values from the rank that updates them */
+    { "flip, values, ZeRO-1", FLIP_VALUE, 1, DP4, 1, 0, DT_F32, 0, NULL, 0 },
     { "flip, values, ZeRO-2", FLIP_VALUE, 1, DP4, 2, 0, DT_F32, 0, NULL, 0 },
     { "flip, values, ZeRO-3", FLIP_VALUE, 0, DP4, 3, 0, DT_F32, 0, NULL, 0 },
     { "flip, values, HSDP", FLIP_VALUE, 2, DP4, 3, 2, DT_F32, 0,
@@ -316,9 +358,11 @@ static const drift drifts[] = {
         "head: ranks 0 and 1 of|different values after step 4|agreed after step 2", 0 },
     { "flip, expert", FLIP_EXPERT, 2, { .dp = 2, .ep = 2 }, 0, 0, DT_F32, 0,
         "expert: ranks 0 and 2 of|different values after step 4|agreed after step 2", 0 },
-    { "step", STEP, 1, DP4, 1, 0, DT_F32, 0, "rank 1 takes step 4|rank 0 takes step 3", 0 },
-    { "loss scale", SCALE, 1, DP4, 1, 0, DT_F32, 0, "rank 1 takes step 3|loss scale 4|and 2:", 0 },
+    { "step", STEP, 1, DP4, 1, 0, DT_F32, 0, "rank 1 takes step 4, rank 0 takes step 3; check", 0 },
+    { "loss scale", SCALE, 1, DP4, 1, 0, DT_F32, 0,
+        "step 3: rank 1 has loss scale 4, rank 0 has 2; check", 0 },
     { "off", WRITE, 3, DP4, 0, 0, DT_F32, 0, NULL, -1 },
+    { "off, ZeRO-1", WRITE, 3, DP4, 1, 0, DT_F32, 0, NULL, -1 },
 };
 
 static void test_drift(void) {
@@ -344,13 +388,13 @@ static void test_drift(void) {
 typedef struct saved {
     const char *folder;
     int background, every, stage, tp;
-    int exports;
+    int exports, bad;
 } saved;
 
 static dt_status save_main(dt_ctx *ctx, void *user) {
     const saved *s = (const saved *)user;
     drift d = { .kind = WRITE, .mesh = { .tp = s->tp }, .stage = s->stage, .every = s->every };
-    int bad = dt_ctx_rank(ctx) == 1;
+    int bad = dt_ctx_rank(ctx) == s->bad;
     char path[200];
     dt_mesh mesh = dt_mesh_make(ctx, d.mesh);
     register_all(ctx, &d, bad, &mesh);
@@ -369,6 +413,8 @@ static dt_status save_main(dt_ctx *ctx, void *user) {
         dt_zero_export(zero, path, (dt_export_desc){ 0 });
     else
         dt_checkpoint_save(c);
+    /* both ranks say so */
+    if (dt_error(ctx) == DT_ERR_COMM) CHECK(strstr(dt_error_text(ctx), " and a later write ("));
     dt_checkpoint_close(c);
     return dt_error(ctx);
 }
@@ -381,6 +427,7 @@ static void test_saved(void) {
             .background = code / 2 % 2,
             .exports = code / 4 % 2,
             .stage = code / 8 % 3,
+            .bad = code / 2 % 2,
             .every = code % 3 ? 50 : -1 };
         if (!CHECK(mkdtemp(folder) != NULL)) return;
         dt_report report = run(2, save_main, &s);
@@ -388,7 +435,7 @@ static void test_saved(void) {
         CHECK_MSG(
             report.status == (refused ? DT_ERR_COMM : DT_OK), "save %d: %s", code, report.text);
         const char *words[] = { s.exports ? "dt_zero_export: w: " : "dt_checkpoint_save: w: ",
-            "ranks 0 and 1 of", s.tp == 2 ? "'tp'" : "'dp'", "after step 2",
+            "ranks 0 and 1 of", s.tp == 2 ? "'tp'" : "'dp'", "after step 2 and a later write (",
             "agreed after step 1" };
         for (int i = 0; i < 5 && refused; i++)
             CHECK_MSG(strstr(report.text, words[i]), "save %d: '%s' is not in '%s'", code, words[i],
@@ -431,6 +478,47 @@ static void test_loaded(void) {
     CHECK(system(command) == 0);
 }
 
+/* One rank loads w transposed. What the ranks held before the load is not the reason. */
+static void transposed_map(const dt_tensor *t, dt_weight_map *map, void *user) {
+    if (!*(int *)user || strcmp(t->name, "w") != 0) return;
+    map->n = 1;
+    map->part[0].transposed = 1;
+    map->shape = t->shape;
+    snprintf(map->name[0], sizeof map->name[0], "w");
+}
+
+static dt_status other_load_main(dt_ctx *ctx, void *user) {
+    drift d = { .mesh = { .dp = 2 }, .every = 50 };
+    int transposed = 0;
+    dt_mesh mesh = dt_mesh_make(ctx, d.mesh);
+    register_all(ctx, &d, 0, &mesh);
+    dt_zero *zero = dt_zero_make(ctx, zero_desc(&d, 0, &mesh));
+    dt_checkpoint *c = dt_checkpoint_open(
+        zero, (dt_checkpoint_desc){
+                  .dir = (const char *)user, .map_weight = transposed_map, .user = &transposed });
+    dt_backward(loss_of(ctx, &d, &mesh, 1, 0));
+    dt_zero_step(zero, 0.01);
+    dt_reset(ctx);
+    dt_checkpoint_save(c);
+    transposed = dt_ctx_rank(ctx) == 1;
+    if (transposed) write_other(dt_param_find(ctx, "w"), 1);
+    dt_checkpoint_load(c, NULL);
+    dt_checkpoint_close(c);
+    return dt_error(ctx);
+}
+
+static void test_other_load(void) {
+    char folder[] = "/tmp/dt_test_replicas.XXXXXX", command[100];
+    if (!CHECK(mkdtemp(folder) != NULL)) return;
+    dt_report report = run(2, other_load_main, folder);
+    CHECK_MSG(report.status == DT_ERR_COMM &&
+                  strstr(report.text, "dt_checkpoint_load: rank 1 starts from values of w") &&
+                  !strstr(report.text, "later write") && !strstr(report.text, "agreed"),
+        "%s", report.text);
+    snprintf(command, sizeof command, "rm -rf %s", folder);
+    CHECK(system(command) == 0);
+}
+
 /* By default ranks are compared after the first step and then every 100 steps. */
 static dt_status default_main(dt_ctx *ctx, void *user) {
     drift d = { .kind = FLIP_VALUE, .mesh = { .dp = 2 } };
@@ -457,10 +545,52 @@ static void test_default(void) {
         "%s", report.text);
 }
 
+/* The context's kernels compute the digests, so that a device copies only DT_DIGEST_PARTS numbers
+   for each array to the host, not the array. */
+static size_t digested, moved;
+
+static dt_status counted_digest(const dt_digest_args *a, void *stream) {
+    __atomic_fetch_add(&digested, a->count * dt_dtype_size(a->dtype), __ATOMIC_RELAXED);
+    return dt_kernels_cpu()->digest(a, stream);
+}
+
+static dt_status counted_move(void *to, const void *from, size_t bytes, void *stream) {
+    __atomic_fetch_add(&moved, bytes, __ATOMIC_RELAXED);
+    return dt_kernels_cpu()->move(to, from, bytes, stream);
+}
+
+static dt_status device_main(dt_ctx *ctx, void *user) {
+    enum { N = 1100003 }; /* enough for all parts */
+    dt_mesh mesh = dt_mesh_make(ctx, (dt_mesh_desc){ .dp = 2 });
+    dt_param_at(ctx, "w", DT_SHAPE(N), DT_NORMAL(0.3), (dt_param_desc){ .dtype = DT_F32 });
+    dt_zero *zero = dt_zero_make(ctx, (dt_zero_desc){ .mesh = &mesh });
+    dt_barrier(mesh.world);
+    if (dt_ctx_rank(ctx) == 0) digested = moved = 0;
+    dt_barrier(mesh.world);
+    dt__compare_replicas(zero, "test");
+    dt_barrier(mesh.world);
+    size_t arrays = 2 * 3; /* of 2 ranks: values and two moments */
+    CHECK(digested == arrays * N * 4 && moved == arrays * DT_DIGEST_PARTS * 8);
+    (void)user;
+    return dt_error(ctx);
+}
+
+static void test_device(void) {
+    dt_kernels kernels = *dt_kernels_cpu();
+    dt_report report;
+    kernels.digest = counted_digest;
+    kernels.move = counted_move;
+    dt_run((dt_run_desc){ .ranks = 2, .timeout_s = 30, .kernels = &kernels, .report = &report },
+        device_main, NULL);
+    CHECK_MSG(report.status == DT_OK, "%s", report.text);
+}
+
 int main(void) {
+    test_device();
     test_drift();
     test_saved();
     test_loaded();
+    test_other_load();
     test_default();
     return check_done("test_replicas");
 }

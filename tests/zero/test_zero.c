@@ -1618,7 +1618,7 @@ static const char *const unlike_words[UNLIKE_KINDS][2] = { { "has b f32 (3)", "h
     { "has extra f32 (5)", "has nothing" }, { "has nothing", "has b f32" },
     { "in bucket 1", "in bucket 0" }, { "frozen", "" }, { "no_decay", "" }, { "lr_scale 2", "" },
     { "betas 0.8", "betas 0.9" }, { "others #", "" }, { "others #", "" }, { "others #", "" },
-    { "shard 1:", "shard 0:" }, { "other values of a", "" }, { "other values of b", "" } };
+    { "shard 1:", "shard 0:" }, { "from values of a", "" }, { "from values of b", "" } };
 
 static dt_status unlike_main(dt_ctx *ctx, void *user) {
     const unlike_run *u = (const unlike_run *)user;
