@@ -423,8 +423,8 @@ static __device__ void round_to(int *out, int x) { *out = x; }
 static __device__ void round_to(int64_t *out, int64_t x) { *out = x; }
 static __device__ void round_to(uint8_t *out, uint8_t x) { *out = x; }
 
-/* Converts to an integer type: toward zero, to the nearest value of the type if x lies outside its
-   range, and NaN to 0. */
+/* Converts to an integer type. Rounds toward zero; a value outside the type's range becomes its
+   largest or smallest number, and a NaN becomes 0. */
 static __host__ __device__ void saturate(int *out, double x) {
     x = x != x ? 0 : x > 2147483647.0 ? 2147483647.0 : x < -2147483648.0 ? -2147483648.0 : x;
     *out = (int)x;

@@ -743,11 +743,11 @@ struct dt_zero {
     /* the last step after which all replicas were equal, -1 before the first comparison; the next
        step after which they are compared */
     int64_t agreed_step, next_compare;
-    /* 1: since the last comparison a trained parameter was written, on this rank or, in a
-       comparison, on any rank */
+    /* 1: a trained parameter was written since the last comparison: on this rank, or, once the ranks
+       have exchanged it for a comparison, on any rank */
     int written;
-    /* the first bad element of this rank's own gradients in this step; rank is -1 if there is none,
-       or if nothing was tested */
+    /* the first element of this rank's own gradients in this step that is NaN or Inf; rank is -1 if
+       all are finite, or if none was tested */
     dt__bad_grad own_bad;
     dt__disk *disk;            /* NVMe offload */
     dt__io_thread *io_thread;  /* NULL until offload or a background save needs it */
@@ -1313,8 +1313,8 @@ static int dt__is_sharded_over_tp(const dt_zero *zero, const dt_param_desc *d) {
     return found;
 }
 
-/* Returns the group of ranks that hold copies of a shard over tp, for example of key and value
-   heads that several ranks of tp need; NULL if there is none. */
+/* Returns the group of ranks that hold copies of the same shard over tp, as several ranks of tp
+   hold the same key and value heads; NULL if every rank has a shard of its own. */
 static dt_comm *dt__shard_copies(const dt_zero *zero, const dt_param_desc *d) {
     for (int k = 0; k < 2 && dt__is_sharded_over_tp(zero, d); k++)
         if (dt__is_along_tp(zero, d->grad_placements[k].comm)) return d->grad_placements[k].comm;

@@ -54,7 +54,7 @@ static inline const char *bench_option(int argc, char **argv, int *i, const char
     return argv[*i][length] == 0 && *i + 1 < argc ? argv[++*i] : NULL;
 }
 
-/* Ends the program because argv[i], or its value, is none of the options. */
+/* Ends the program: argv[i] is not an option, or its value is not valid. */
 static inline void bench_refuse(int argc, char **argv, int i, const char *options) {
     fprintf(stderr, "error: %s: the options are %s\n", argv[i < argc ? i : argc - 1], options);
     exit(2);

@@ -249,7 +249,7 @@ static void flood(int fd, int how, long n) {
     frame->bytes = frame->count * sizeof(float);
     frame->id = 1;
     frame->kind = DT__ANNOUNCE;
-    if (how == HUGE_MESSAGE) { /* of a tag that nobody asked for; then its data */
+    if (how == HUGE_MESSAGE) { /* with a tag that no receive has; its data follow */
         frame->tag = 9;
         intruder_put(fd, packet, bytes, 0);
         dt__tcp_header bulk = { DT__TCP_FRAME_MAGIC, DT__TCP_BULK, DT__TCP_SEGMENT_BYTES, 1 };

@@ -367,7 +367,7 @@ static dt_status late_mismatch_rank(dt_ctx *ctx, void *user) {
         if (status == DT_OK) *(int *)user = -1; /* rank 0 only sends */
         return status;
     }
-    if (dt_comm_rank(world) == 0) dt_send(last, x, 3, DT_F32, 1, 5); /* nobody receives */
+    if (dt_comm_rank(world) == 0) dt_send(last, x, 3, DT_F32, 1, 5); /* no rank receives it */
     return dt_error(ctx);
 }
 

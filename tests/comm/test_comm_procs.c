@@ -837,7 +837,7 @@ static void test_forged_file(void) {
     forger_free(f, ctx);
 }
 
-/* A rank announces messages, or sends small ones, that nobody receives. */
+/* A rank announces messages, or sends small ones, that no rank receives. */
 static void test_forged_credits(void) {
     for (int is_eager = 0; is_eager < 2; is_eager++) {
         const long most = is_eager ? DT__EAGER_LIMIT : DT__ANNOUNCE_CREDITS;

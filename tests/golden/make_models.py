@@ -229,7 +229,9 @@ def main():
     for case, model in cases.items():
         x, y = model.data()
         if case != "towers_global":
-            arrays |= {case + ".x": x} | ({} if y is None else {case + ".y": y})
+            arrays[case + ".x"] = x
+            if y is not None:
+                arrays[case + ".y"] = y
         for kind in "adamw", "sgd":
             arrays |= train(case, model, kind)
     write_golden(os.path.join(sys.argv[1], "models.bin"), arrays)

@@ -13,8 +13,7 @@
 #
 # For each one the project is copied, the copy patched, that test built and run. Caught: the test builds and fails. A
 # mutant that survives, does not apply or does not compile is a failure of this run; a test that ends with 77 cannot
-# run. LIMIT: seconds for one on an idle
-# machine (90).
+# run. LIMIT: seconds for one on an idle machine (90).
 # CLEAN=no: do not first run each test without a mistake.
 here=$(cd "$(dirname "$0")" && pwd)
 ROOT=$(cd "$here/../.." && pwd)
