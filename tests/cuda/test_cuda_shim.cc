@@ -876,7 +876,25 @@ static void test_faults() {
 #endif
 }
 
+// A block's shared memory is undefined: NaN here, in every block of every launch, whatever an earlier
+// block stored. From the third launch on the simulator fills only what the kernel is known to use.
+__global__ void leftover(float *out) {
+    __shared__ float number;
+    out[blockIdx.x] = number;
+    number = 1;
+}
+
+static void test_leftover() {
+    enum { BLOCKS = 3 };
+    for (int launch = 0; launch < 20; launch++) {
+        float out[BLOCKS] = {};
+        DT_LAUNCH(leftover, BLOCKS, 1, 0, 0, out);
+        for (float x : out) CHECK_MSG(std::isnan(x), "launch %d: %g", launch, x);
+    }
+}
+
 int main() {
+    test_leftover();
     test_block_reduce();
     test_transpose();
     test_warp_scan();
