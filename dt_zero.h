@@ -743,8 +743,8 @@ struct dt_zero {
     /* the last step after which all replicas were equal, -1 before the first comparison; the next
        step after which they are compared */
     int64_t agreed_step, next_compare;
-    /* 1: a trained parameter was written since the last comparison: on this rank, or, once the ranks
-       have exchanged it for a comparison, on any rank */
+    /* 1: a trained parameter was written since the last comparison: on this rank, or, after the
+       ranks have exchanged it for a comparison, on any rank */
     int written;
     /* the first element of this rank's own gradients in this step that is NaN or Inf; rank is -1 if
        all are finite, or if none was tested */
