@@ -79,11 +79,14 @@ SHARING     = $(if $(filter no,$(SHARE)),,$(filter-out $(WHOLE),$(TESTS)))
 $(SHARING) $(B)/net_rank $(B)/packets $(B)/power: $(B)/tests_kernels.o
 # These take longer to compile than to run, so they are not optimised, unless TFLAGS are given.
 QUICK = $(B)/net_rank $(B)/packets $(B)/power \
-    $(patsubst %,$(B)/test_%,attack checkpoint_faults checkpoint_kills comm_procs comm_started faults file_safety files fuzz gpt \
+    $(patsubst %,$(B)/test_%,account attack checkpoint_faults checkpoint_kills comm_procs comm_started faults file_safety files fuzz gpt \
           io_thread launch_env layers many_ranks memory mismatch misuse models moe nan onebit ops overlap parallel pipe placements \
-          precision rendezvous replicas schedule seeds trace)
+          precision rendezvous replicas schedule seeds tensor trace)
 ifeq ($(origin TFLAGS),file)
 $(QUICK): private TFLAGS := $(patsubst -O1,-O0,$(TFLAGS))
+endif
+ifeq ($(origin CXXFLAGS),file)
+$(B)/test_cuda_blas: private CXXFLAGS := $(patsubst -O1,-O0,$(CXXFLAGS))
 endif
 $(B)/test_fake_cuda: OWN = -isystem $(CUDA_HOME)/include
 $(B)/test_fake_kernels: OWN = -isystem $(CUDA_HOME)/include $(B)/fake_cuda.o
@@ -132,7 +135,7 @@ fuzz: $(FUZZERS)
 
 # The full campaigns. B=build-asan runs the programs of that folder.
 faults: $(B)/test_faults $(B)/test_mismatch $(B)/test_attack $(B)/test_fuzz $(B)/test_checkpoint_faults \
-        $(B)/test_checkpoint_kills $(B)/test_memory $(B)/test_cuda_races $(B)/test_cuda_attention_races $(B)/train_gpt
+        $(B)/test_checkpoint_kills $(B)/test_offload $(B)/test_memory $(B)/test_cuda_races $(B)/train_gpt
 	@B=$(B) tests/faults/run.sh
 
 clean:
@@ -158,7 +161,7 @@ GPU_TESTS = $(B)/test_matrix_gpu $(B)/test_nccl
 $(GPU_TESTS): $(EMULATED)
 $(GPU_TESTS): OWN += -isystem $(CUDA_HOME)/include $(EMULATED) -lstdc++
 $(B)/test_matrix_gpu: tests/programs/test_matrix.c
-$(B)/test_cuda_blas: tests/cuda/test_cuda_attention.cc $(B)/fake_cuda.o
+$(B)/test_cuda_blas: $(B)/fake_cuda.o
 $(B)/test_cuda_blas: OWN += -isystem $(CUDA_HOME)/include $(B)/fake_cuda.o
 endif
 $(B)/gpu_kernels.o: dt_kernels.cu tests/cuda/cuda_on_cpu.h $(HEADERS) $(B)/flags
@@ -183,12 +186,12 @@ $(B)/%: %.c $(HEADERS) $(KERNELS) $(B)/flags
 $(B)/%: %.cc $(HEADERS) $(wildcard dt_*.cu) $(B)/flags
 	$(CXX) $(CXXFLAGS) $(OWN) -I. $< -o $@ $(LDLIBS)
 # The same cases on a GPU. Without CUDA=1 they run on the emulated runtime, which shows that the host waits for the device.
-$(B)/%_on_gpu: %.cc tests/cuda/test_cuda_attention.cc $(HEADERS) $(or $(KERNELS),$(EMULATED)) $(B)/flags
+$(B)/%_on_gpu: %.cc $(HEADERS) $(or $(KERNELS),$(EMULATED)) $(B)/flags
 	$(CXX) $(CXXFLAGS) -DCUDA_ON_GPU -isystem $(CUDA_HOME)/include -I. -c $< -o $@.o
 	$(CXX) $(CXXFLAGS) $@.o $(or $(KERNELS),$(EMULATED)) -o $@ $(LDLIBS)
 # The compiler reports every memory access of these kernels to tests/cuda/cuda_races.cc, a race detector of our own.
-$(B)/test_cuda_races $(B)/test_cuda_attention_races: $(B)/%: tests/cuda/%.cc $(wildcard tests/cuda/*.cc) \
-    $(HEADERS) $(wildcard dt_*.cu) $(B)/cuda_races.o $(B)/tests_kernels.o $(B)/flags
+$(B)/test_cuda_races: tests/cuda/test_cuda_races.cc $(HEADERS) $(wildcard dt_*.cu) $(B)/cuda_races.o $(B)/tests_kernels.o \
+    $(B)/flags
 	$(CXX) $(filter-out -fsanitize%,$(CXXFLAGS)) -DDT__TENSOR_TABLE $(UNUSED) $(RACES) -I. -c $< -o $@.o
 	$(CXX) $(filter-out -fsanitize=thread,$(CXXFLAGS)) $@.o $(B)/cuda_races.o $(B)/tests_kernels.o \
 	    -Wl,--wrap=memcpy,--wrap=memset -o $@ $(LDLIBS)

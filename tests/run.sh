@@ -118,11 +118,12 @@ judge() { # judge NAME: counts the checks in the log that start wrote
 run_one() { start "$@"; judge "$1"; }
 
 # Each of these tests keeps one processor busy, and has no ranks that wait much: as many run at a time as there are
-# processors, the longest first. The last two need PyTorch, which is installed meanwhile.
-together="test_cuda_races test_cuda_attention_races test_matrix_gpu test_cuda test_parts.sh test_cuda_attention test_entry_points.sh \
+# processors, the longest first. (A mutant's test may wait, but it only has to fail.) The last two need PyTorch, which
+# is installed meanwhile.
+together="test_cuda_races test_cuda test_matrix_gpu test_parts.sh test_entry_points.sh \
           test_sanitized.sh test_cli.sh test_examples.sh test_memory test_kernels test_docs.sh test_tensor test_account test_gpt \
           test_seeds test_ops test_layers test_files test_file_safety test_placements test_cuda_blas test_cuda_shim test_schedule \
-          test_onebit test_fuzz test_index.sh test_launch.sh test_hf.sh"
+          test_onebit test_fuzz test_index.sh mutants test_launch.sh test_hf.sh"
 # These mostly wait: for timeouts, networks, disks and launchers. LANES of them at a time run beside compilers and the
 # tests above, the longest first.
 LANES=3
@@ -133,7 +134,7 @@ waiting="test_faults test_network.sh test_checkpoint_kills test_overlap test_ncc
 
 command_of() { # command_of NAME: sets command
     case $1 in
-    mutants) command="env CLEAN=no bash tests/mutants/run.sh" ;;
+    mutants) command="env CLEAN=no MUTANT_TFLAGS=${SAMPLE:+-O0} bash tests/mutants/run.sh" ;;
     sanitized) command="bash tests/programs/test_sanitized.sh full" ;;
     *.sh) command="bash $(echo tests/*/"$1")" ;;
     *) command="$B/$1" ;;

@@ -63,7 +63,7 @@ else
     fail "a step on the GPU" "$(on_cpu "$W/log" || tail -n 1 "$W/log")"
     stop "the GPU does not compute, so nothing else was tested"
 fi
-KERNEL_TESTS="test_cuda test_cuda_attention test_cuda_blas" # the same cases as on the CPU, in memory that both reach
+KERNEL_TESTS="test_cuda test_cuda_blas" # the same cases as on the CPU, in memory that both reach
 $M -k -j"$(nproc)" $(printf "$B/%s_on_gpu " $KERNEL_TESTS) >/dev/null 2>&1
 
 # ---- tests --------------------------------------------------------------------------------------------------------

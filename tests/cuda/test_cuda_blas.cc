@@ -1,7 +1,7 @@
 // test_cuda_blas.cc - products of dt_kernels.cu through cuBLASLt, which fake_cuda.c replaces; and
 // calls that CUDA refuses
 //
-// The cases are compared as in test_cuda_attention.cc. An activation is applied to the value as it
+// The cases are compared as in attention_cases.h. An activation is applied to the value as it
 // is stored, so in 16 bits the result is rounded twice. With -DCUDA_ON_GPU the real library is
 // used.
 
@@ -11,9 +11,7 @@
 #define DTC_QUEUED
 #define DT_CUBLASLT
 #endif
-#define main test_cases
-#include "tests/cuda/test_cuda_attention.cc"
-#undef main
+#include "tests/cuda/attention_cases.h"
 
 #ifdef CUDA_ON_GPU // dt_kernels.o does not show its plans, and the real library cannot be told to refuse
 #define INSIDE(...)

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # run.sh - what "make faults" does: the full campaigns, one after another; last line "N passed, N failed, N skipped"
 #
-# test_faults, test_mismatch, test_attack, test_fuzz, test_checkpoint_faults and test_checkpoint_kills in full, the memory
-# promises of 500 configurations, the race detector on all cases, each other script in tests/faults, test_mpi.sh in full with each MPI, and the compilers of
-# test_headers.sh in full. B is the folder of the programs.
+# test_faults, test_mismatch, test_attack, test_fuzz, test_checkpoint_faults, test_checkpoint_kills and test_offload in
+# full, the memory promises of 500 configurations, the race detector on all cases, each other script in tests/faults,
+# test_mpi.sh in full with each MPI, and the compilers of test_headers.sh in full. B is the folder of the programs.
 cd "$(dirname "$0")/../.." || exit 1
 B=${B:-build}
 export B
@@ -35,11 +35,11 @@ campaign "$B/test_checkpoint_faults" full
 campaign "$B/test_checkpoint_kills" full
 campaign "$B/test_memory" 500
 campaign env RACES=all "$B/test_cuda_races"
-campaign env RACES=all "$B/test_cuda_attention_races"
+campaign "$B/test_offload" full
 for script in tests/faults/*.sh; do
     [ "${script##*/}" = run.sh ] || campaign bash "$script"
 done
 campaign env ALL=yes bash tests/comm/test_mpi.sh
-campaign env FULL=yes bash tests/programs/test_headers.sh others
+campaign env FULL=yes bash tests/programs/test_headers.sh others examples
 echo "$passed passed, $failed failed, $skipped skipped"
 [ "$failed" = 0 ]

@@ -13,8 +13,8 @@
 #   text       contents, tags of functions, line lengths, header lengths, function lengths, layout (.clang-format),
 #              examples' use of dt__
 #   guards     headers of different releases refuse each other; -ffast-math is refused
-#   examples   the QUICK EXAMPLE of each header and the programs in README.md, by the build line they name (the last
-#              header's to the letter, the others with -O0 for -O3)
+#   examples   the QUICK EXAMPLE of each header and the programs in README.md, by the build line they name, with -O0 for
+#              -O3; with FULL=yes the last header's to the letter
 #   planted    plants violations of these rules in a copy and expects each to be found (part of make mutants)
 #
 # The compilers of all groups run in parallel, the longest first; results are counted at the end. The last header
@@ -47,9 +47,12 @@ check() {
     fi
 }
 
-# job LABEL COMMAND...: runs COMMAND in the background; passes if it ends with status 0
+# job LABEL COMMAND...: runs COMMAND in the background; passes if it ends with status 0. A COMMAND that begins with
+# `after` starts when all other jobs have been started, so that it keeps no processor idle.
+late=()
 job() {
     local label=$1 id=$n_jobs
+    if [ "$2" = after ] && [ -n "$late_jobs_wait" ]; then late+=("$(printf '%q ' "$@")"); return; fi
     shift
     n_jobs=$((n_jobs + 1))
     while [ "$(jobs -rp | wc -l)" -ge "$CPUS" ]; do wait -n; done
@@ -66,9 +69,12 @@ after() {
     "$@"
 }
 
-# waits for all jobs and checks them in order
+# starts the late jobs, waits for all jobs and checks them in order
 collect() {
     local i
+    late_jobs_wait=
+    for ((i = 0; i < ${#late[@]}; i++)); do eval "job ${late[i]}"; done
+    late=()
     wait
     for ((i = 0; i < n_jobs; i++)); do check "$(cat "$T/job.$i.label")" "$T/job.$i.log"; done
     n_jobs=0
@@ -572,7 +578,7 @@ group_examples() {
         awk '/^   QUICK EXAMPLE/ { on = 1; next } on && /^   [A-Z]/ { exit } on { sub(/^       /, ""); print }' "$h" >"$d/train.c"
         grep -q 'int main' "$d/train.c" || echo '#error "no program under QUICK EXAMPLE"' >"$d/train.c"
         line=$(build_line "$h" cc)
-        [ "$h" = "${HEADERS##* }" ] || line=${line/ -O3 / -O0 }
+        [ -n "$FULL" ] && [ "$h" = "${HEADERS##* }" ] || line=${line/ -O3 / -O0 }
         cp dt_*.h "$d"
         [ "$h" != "${HEADERS##* }" ] || strict_cc "$d/bin"      # which only the last has
         PATH=$d/bin:$PATH job "examples $h: QUICK EXAMPLE by its build line '$line'" run_example "$d" "${line:-false}"
@@ -785,6 +791,7 @@ group_planted() {
     plant_compile
 }
 
+late_jobs_wait=yes
 for g in $groups; do
     case $g in
         compile | others | symbols | text | guards | examples | planted) "group_$g" ;;

@@ -50,7 +50,7 @@ typedef struct spec {
     int optimizer, clip, bucket, freeze, split, recompute, steps, procs, devices, late, net;
 } spec;
 
-enum { SAMPLE = 24, MOST_DEVICES = 8 };
+enum { SAMPLE = 16, MOST_DEVICES = 8 };
 enum { MODEL_GPT = 0, MODEL_OWN };
 enum { NET_NONE = 0, NET_TCP, NET_NCCL };
 enum { TYPE_F64 = 0, TYPE_F32, TYPE_BF16, TYPE_F16 };

@@ -32,8 +32,8 @@ export OMP_NUM_THREADS=3,2 OMP_MAX_ACTIVE_LEVELS=2 OPENBLAS_NUM_THREADS=1
 blas=-lopenblas # or, without the development package's link, the library itself
 echo 'int main(void) { return 0; }' | $CC -x c - -o "$D/program" $blas 2>/dev/null || blas=-l:libopenblas.so.0
 begin "OpenMP" test_kernels -DDT_USE_OMP -fopenmp
-begin "OpenMP" test_ops -DDT_USE_OMP -fopenmp
-begin "CBLAS" test_ops -DDT_USE_CBLAS $blas # without test_kernels, because CBLAS has other bits
+begin "OpenMP" test_ops -O0 -DDT_USE_OMP -fopenmp
+begin "CBLAS" test_ops -O0 -DDT_USE_CBLAS $blas # without test_kernels, because CBLAS has other bits
 wait
 cat "$D"/*.said | tee "$D/said"
 count() { grep -c "^$1 " "$D/said"; }
