@@ -1947,10 +1947,11 @@ typedef struct dt_weights dt_weights;
 typedef struct dt_weight {
     const char *name;
     const char *type; /* the type's name in safetensors: "F32", "BF16", "U8", ... */
-    /* 1 if the tensor can be read: its type is a dt_dtype and it has at most DT_MAX_DIMS
-       dimensions. 0 if the tensor can only be listed; `shape` is (count) if there are more
-       dimensions. */
+    /* 1 if the tensor can be read; 0 if it can only be listed, because it has more than DT_MAX_DIMS
+       dimensions (then `shape` is (count)), or its type is F4, F6_*, F8_E8M0, F8_*FNUZ or C64 */
     int readable;
+    /* the type, or the smallest dt_dtype for its values: U8 for BOOL; I32 for I8, I16 and U16; I64
+       for U32 and U64; BF16 for F8_E4M3 and F8_E5M2 */
     dt_dtype dtype;
     dt_shape shape;
     int64_t count; /* number of elements */
@@ -1975,8 +1976,9 @@ DT_API dt_llmc dt_weights_llmc(const dt_weights *w);
    several), or NULL. */
 DT_API const char *dt_weights_metadata(const dt_weights *w, const char *key);
 /* [local] Reads `count` elements of a tensor in row-major order, beginning with element `first`,
-   and converts them to type `as`. An i32 tensor can be read only as i32. All other types convert to
-   each other, rounded to nearest even. */
+   and converts them to type `as`. Floating-point types convert to each other, rounded to nearest
+   even. Integers convert to integers: an element that `as` does not hold fails with DT_ERR_IO, and
+   the error names it. */
 DT_API dt_status dt_weights_read(
     dt_weights *w, int index, int64_t first, int64_t count, dt_dtype as, void *host);
 
@@ -1991,6 +1993,9 @@ typedef struct dt_weight_part {
     int64_t file_rows, file_columns;
     int64_t row, column; /* first row and column of this part in the file's matrix */
     int transposed;      /* 1: the file stores the parameter's columns as rows */
+    /* 1: the part is the file's whole tensor in row-major order, whatever its shape; `rows` is the
+       only other field that may be set */
+    int flat;
 } dt_weight_part;
 /* [local] Fills this rank's slice of a parameter, however the parameter is sharded, and reads only
    that slice from the file. The n parts cover consecutive rows of the parameter. columns 0 means
@@ -2004,6 +2009,27 @@ typedef struct dt_weight_part {
    column = 2 * C. Call dt_weights_load after dt_zero_make. */
 DT_API dt_status dt_weights_load(
     dt_weights *w, dt_tensor *param, int64_t columns, const dt_weight_part *parts, int n);
+
+typedef struct dt_load_desc {
+    /* Writes the file's name for the parameter `name` to `out` and returns 1; returns 0 to leave
+       the parameter as it is. NULL: the file uses the parameters' names. */
+    int (*rename)(void *user, const char *name, char *out, size_t size);
+    void *user;
+    int partial; /* 1: loads what fits; 0: any difference fails before a parameter changes */
+} dt_load_desc;
+
+/* What does not fit. missing: parameters without a tensor in the file; mismatched: tensors with
+   another number of elements, or of integers; unexpected: tensors that no parameter takes. The text
+   names the first of each. */
+typedef struct dt_load_report {
+    int loaded, missing, mismatched, unexpected;
+    char text[512];
+} dt_load_report;
+/* [local] Calls dt_weights_load for every parameter of the context. A tensor of another shape with
+   as many elements is reshaped. Fails with DT_ERR_SHAPE and the report's text unless everything
+   fits or desc.partial is 1. On a rank that has one stage of a pipeline nothing is unexpected,
+   because other ranks take the other tensors. report may be NULL. As torch's load_state_dict. */
+DT_API dt_status dt_weights_load_all(dt_weights *w, dt_load_desc desc, dt_load_report *report);
 
 typedef struct dt_weights_desc {
     /* if the tensors have more than shard_bytes bytes, writes model-00001-of-0000N.safetensors and
@@ -9044,25 +9070,49 @@ dt_status dt_file_write(dt_ctx *ctx, const char *path, const void *data, size_t 
    staging holds elements on their way between a file and a parameter. */
 enum { DT__CONVERT_BYTES = 256 << 10, DT__STAGING_BYTES = 1 << 20 };
 
+/* How the elements of a type are stored in a file. */
+enum {
+    DT__FORM_UNKNOWN = 0, /* tensors can only be listed */
+    DT__FORM_DTYPE,       /* as in memory */
+    DT__FORM_BOOL,        /* a byte, 0 or 1 */
+    DT__FORM_SIGNED,
+    DT__FORM_UNSIGNED,
+    DT__FORM_E5M2, /* 8-bit floats: 5 bits of exponent and 2 of mantissa, or 4 and 3 */
+    DT__FORM_E4M3  /* (arXiv:2209.05433) */
+};
 typedef struct dt__type {
     const char *name;
-    int bits, readable;
-    dt_dtype dtype;
+    int bits, form;
+    dt_dtype dtype; /* holds every value of the type, except U64 from 2^63 on */
 } dt__type;
+// clang-format off
 /* The element types, in the order of the enum of the safetensors library. A writer sorts the
    tensors of a file by type, from the last type of this list to the first. */
-static const dt__type dt__types[] = { { .name = "BOOL", .bits = 8 }, { .name = "F4", .bits = 4 },
-    { .name = "F6_E2M3", .bits = 6 }, { .name = "F6_E3M2", .bits = 6 },
-    { .name = "U8", .bits = 8, .readable = 1, .dtype = DT_U8 }, { .name = "I8", .bits = 8 },
-    { .name = "F8_E5M2", .bits = 8 }, { .name = "F8_E4M3", .bits = 8 },
-    { .name = "F8_E8M0", .bits = 8 }, { .name = "F8_E4M3FNUZ", .bits = 8 },
-    { .name = "F8_E5M2FNUZ", .bits = 8 }, { .name = "I16", .bits = 16 },
-    { .name = "U16", .bits = 16 }, { .name = "F16", .bits = 16, .readable = 1, .dtype = DT_F16 },
-    { .name = "BF16", .bits = 16, .readable = 1, .dtype = DT_BF16 },
-    { .name = "I32", .bits = 32, .readable = 1, .dtype = DT_I32 }, { .name = "U32", .bits = 32 },
-    { .name = "F32", .bits = 32, .readable = 1, .dtype = DT_F32 }, { .name = "C64", .bits = 64 },
-    { .name = "F64", .bits = 64, .readable = 1, .dtype = DT_F64 },
-    { .name = "I64", .bits = 64, .readable = 1, .dtype = DT_I64 }, { .name = "U64", .bits = 64 } };
+static const dt__type dt__types[] = {
+    { "BOOL", 8, DT__FORM_BOOL, DT_U8 },
+    { "F4", 4, DT__FORM_UNKNOWN, DT_F32 },
+    { "F6_E2M3", 6, DT__FORM_UNKNOWN, DT_F32 },
+    { "F6_E3M2", 6, DT__FORM_UNKNOWN, DT_F32 },
+    { "U8", 8, DT__FORM_DTYPE, DT_U8 },
+    { "I8", 8, DT__FORM_SIGNED, DT_I32 },
+    { "F8_E5M2", 8, DT__FORM_E5M2, DT_BF16 },
+    { "F8_E4M3", 8, DT__FORM_E4M3, DT_BF16 },
+    { "F8_E8M0", 8, DT__FORM_UNKNOWN, DT_F32 },
+    { "F8_E4M3FNUZ", 8, DT__FORM_UNKNOWN, DT_F32 },
+    { "F8_E5M2FNUZ", 8, DT__FORM_UNKNOWN, DT_F32 },
+    { "I16", 16, DT__FORM_SIGNED, DT_I32 },
+    { "U16", 16, DT__FORM_UNSIGNED, DT_I32 },
+    { "F16", 16, DT__FORM_DTYPE, DT_F16 },
+    { "BF16", 16, DT__FORM_DTYPE, DT_BF16 },
+    { "I32", 32, DT__FORM_DTYPE, DT_I32 },
+    { "U32", 32, DT__FORM_UNSIGNED, DT_I64 },
+    { "F32", 32, DT__FORM_DTYPE, DT_F32 },
+    { "C64", 64, DT__FORM_UNKNOWN, DT_F32 },
+    { "F64", 64, DT__FORM_DTYPE, DT_F64 },
+    { "I64", 64, DT__FORM_DTYPE, DT_I64 },
+    { "U64", 64, DT__FORM_UNSIGNED, DT_I64 },
+};
+// clang-format on
 enum { DT__TYPES = sizeof dt__types / sizeof *dt__types };
 
 /* The tensors of an llm.c model, in file order. Each character of `dims` gives a dimension: P is
@@ -9231,14 +9281,14 @@ static dt__weight *dt__weights_add_tensor(dt_weights *w, const dt__weight *weigh
 
 static int dt__type_of(dt_dtype dtype) {
     int type = 0;
-    while (!dt__types[type].readable || dt__types[type].dtype != dtype) type++;
+    while (dt__types[type].form != DT__FORM_DTYPE || dt__types[type].dtype != dtype) type++;
     return type;
 }
 
 static void dt__weight_set_type(dt__weight *t, int type) {
     t->type = type;
     t->t.type = dt__types[type].name;
-    t->t.readable = dt__types[type].readable;
+    t->t.readable = dt__types[type].form != DT__FORM_UNKNOWN;
     t->t.dtype = dt__types[type].dtype;
 }
 
@@ -9600,6 +9650,51 @@ static void dt__convert(dt_dtype to, void *out, dt_dtype from, const void *in, i
     }
 }
 
+/* Reads element i of a tensor of integers. *ok receives 0 if it is no value of its type. */
+static int64_t dt__stored_integer(const dt__type *type, const void *data, int64_t i, int *ok) {
+    int bytes = type->bits / 8, is_signed = type->form == DT__FORM_SIGNED ||
+                                            (type->form == DT__FORM_DTYPE && type->dtype != DT_U8);
+    uint64_t bits = 0, sign = (uint64_t)1 << (type->bits - 1);
+    memcpy(&bits, (const char *)data + i * bytes, (size_t)bytes); /* little-endian, as dt's hosts */
+    *ok = type->form == DT__FORM_BOOL ? bits <= 1 : is_signed || bytes < 8 || bits < sign;
+    return (int64_t)(is_signed && bytes < 8 ? (bits ^ sign) - sign : bits);
+}
+
+/* E5M2 is the upper half of an f16. E4M3 has no infinity, and one NaN of each sign. */
+static float dt__f8_to_f32(int form, uint8_t bits) {
+    if (form == DT__FORM_E5M2) return dt__f16_to_f32((uint16_t)(bits << 8));
+    int exponent = bits >> 3 & 15, mantissa = bits & 7;
+    float x = exponent ? ldexpf((float)(8 + mantissa), exponent - 10) : ldexpf((float)mantissa, -9);
+    if ((bits & 127) == 127) x = NAN;
+    return bits & 128 ? -x : x;
+}
+
+/* Converts elements of a type that no dt_dtype is, or integers to another type. Returns the index
+   of the first element that is no value of its type, or that `to` does not hold; count if there is
+   none. *value receives that element. */
+static int64_t dt__convert_stored(
+    dt_dtype to, void *out, const dt__type *type, const void *in, int64_t count, int64_t *value) {
+    for (int64_t i = 0; i < count; i++) {
+        if (!dt__integer(to)) {
+            dt__set_number(
+                to, out, (size_t)i, (double)dt__f8_to_f32(type->form, ((const uint8_t *)in)[i]));
+            continue;
+        }
+        int ok = 1;
+        int64_t x = *value = dt__stored_integer(type, in, i, &ok);
+        if (!ok || (to == DT_U8 && (x < 0 || x > UINT8_MAX)) ||
+            (to == DT_I32 && (x < INT32_MIN || x > INT32_MAX)))
+            return i;
+        if (to == DT_U8)
+            ((uint8_t *)out)[i] = (uint8_t)x;
+        else if (to == DT_I32)
+            ((int32_t *)out)[i] = (int32_t)x;
+        else
+            ((int64_t *)out)[i] = x;
+    }
+    return count;
+}
+
 /* Fails the context unless elements [first, first + count) can be transferred as `dtype`. */
 static dt_status dt__weights_check_range(const dt_weights *w, const char *func, int writing,
     int index, int64_t first, int64_t count, dt_dtype dtype) {
@@ -9614,14 +9709,32 @@ static dt_status dt__weights_check_range(const dt_weights *w, const char *func, 
             dt__printable_name(t->name).s, (long long)first,
             (long long)((uint64_t)first + (uint64_t)count), (long long)t->count, (long long)count,
             (long long)first);
-    if (!t->readable && dt__types[w->weight[index].type].readable)
+    if (!t->readable && dt__types[w->weight[index].type].form != DT__FORM_UNKNOWN)
         return dt_fail(w->ctx, DT_ERR_UNSUPPORTED, "%s(%s): it has more than %d dimensions", func,
             dt__printable_name(t->name).s, DT_MAX_DIMS);
     if (!t->readable || dt_dtype_size(dtype) == 0 ||
-        (t->dtype != dtype && (dt__integer(t->dtype) || dt__integer(dtype))))
+        (writing && t->dtype != dtype && dt__integer(dtype)) ||
+        dt__integer(t->dtype) != dt__integer(dtype))
         return dt_fail(w->ctx, DT_ERR_UNSUPPORTED, "%s(%s): no conversion between %s and %s", func,
             dt__printable_name(t->name).s, t->type, dt_dtype_name(dtype));
     return DT_OK;
+}
+
+/* Converts n elements that were read, which are elements `first`.. of tensor t. */
+static dt_status dt__weights_convert(dt_weights *w, const dt__weight *t, dt_dtype to, void *out,
+    const void *in, int64_t first, int64_t n) {
+    const dt__type *type = &dt__types[t->type];
+    int64_t bad, value = 0;
+    if (type->form == DT__FORM_DTYPE && !dt__integer(to)) {
+        dt__convert(to, out, type->dtype, in, n);
+        return DT_OK;
+    }
+    if ((bad = dt__convert_stored(to, out, type, in, n, &value)) == n) return DT_OK;
+    return dt_fail(w->ctx, DT_ERR_IO, "%s: element %lld of '%s' is %s%lld, which is no %s",
+        w->file[t->file].path, (long long)(first + bad), dt__printable_name(t->t.name).s,
+        type->form == DT__FORM_UNSIGNED && value < 0 ? "more than " : "",
+        (long long)(type->form == DT__FORM_UNSIGNED && value < 0 ? INT64_MAX : value),
+        type->form == DT__FORM_BOOL && value > 1 ? "BOOL" : dt_dtype_name(to));
 }
 
 static char *dt__weights_buffer(dt_weights *w, char **buffer, size_t bytes) {
@@ -9641,8 +9754,9 @@ static dt_status dt__weights_access(dt_weights *w, int writing, int index, int64
         return w ? w->ctx->status : status;
     dt__weight *t = &w->weight[index];
     const dt__weight_file *file = &w->file[t->file];
-    int converts = dtype != t->t.dtype;
-    int64_t size = (int64_t)dt_dtype_size(t->t.dtype), own_size = (int64_t)dt_dtype_size(dtype);
+    const dt__type *type = &dt__types[t->type];
+    int converts = dtype != t->t.dtype || type->form != DT__FORM_DTYPE;
+    int64_t size = type->bits / 8, own_size = (int64_t)dt_dtype_size(dtype);
     int64_t step = converts ? DT__CONVERT_BYTES / size : count;
     if (writing && count > t->t.count - t->written)
         return dt_fail(w->ctx, DT_ERR_ARG, "dt_weights_write(%s): elements were written twice",
@@ -9663,7 +9777,7 @@ static dt_status dt__weights_access(dt_weights *w, int writing, int index, int64
         else
             dt__file_read_at(w->ctx, file->path, w->fd, data, n * size, at, t->t.name);
         if (!writing && converts && w->ctx->status == DT_OK)
-            dt__convert(dtype, own, t->t.dtype, data, n);
+            dt__weights_convert(w, t, dtype, own, data, first + done, n);
     }
     if (dt__writer_check(w->ctx, &w->writer, NULL) == DT_OK && writing) t->written += count;
     return w->ctx->status;
@@ -9704,6 +9818,21 @@ static dt_status dt__rect_make(dt_weights *w, const dt_weight_part *part, dt__we
         return dt_fail(w->ctx, w->writing ? DT_ERR_ARG : DT_ERR_IO, "%s(%s): %s has no tensor '%s'",
             func, p->name, w->path, dt__printable_name(name).s);
     r->rows = part->rows ? part->rows : left;
+    if (part->flat) {
+        r->row = r->column = r->transposed = 0;
+        r->stride = r->columns;
+        if (part->row || part->column || part->transposed || part->file_rows ||
+            part->file_columns || r->rows < 1 || r->rows > left)
+            return dt_fail(w->ctx, DT_ERR_ARG,
+                "%s(%s): '%s' is flat: of the other fields only rows may be set, to 1 .. %lld",
+                func, p->name, dt__printable_name(name).s, (long long)left);
+        return r->rows * r->columns == t->count
+                   ? DT_OK
+                   : dt_fail(w->ctx, DT_ERR_SHAPE,
+                         "%s(%s): %s needs %lld elements of '%s', but %s has %s", func, p->name,
+                         dt__shape_text(p->param->full).s, (long long)(r->rows * r->columns),
+                         dt__printable_name(name).s, w->path, dt__shape_text(t->shape).s);
+    }
     r->row = part->row;
     r->column = part->column;
     r->transposed = part->transposed;
@@ -9911,6 +10040,98 @@ dt_status dt_weights_load(
 dt_status dt_weights_save(
     dt_weights *w, dt_tensor *param, int64_t columns, const dt_weight_part *parts, int n) {
     return dt__weights_copy_param(w, 1, param, columns, parts, n);
+}
+
+// ---- All parameters
+
+/* Counts one difference, and appends it to the list if it is one of the first three. */
+DT_PRINTF(3, 4)
+static void dt__add_difference(dt__text *list, int *count, const char *format, ...) {
+    char one[200];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(one, sizeof one, format, args);
+    va_end(args);
+    if (*count < 3) dt__put(list, "%s%s", *count ? ", " : "", one);
+    if (*count == 3) dt__put(list, ", ..");
+    ++*count;
+}
+
+typedef struct dt__load_all {
+    dt_weights *w;
+    dt_load_desc desc;
+    char name[256];       /* of the parameter in hand, in the file */
+    unsigned char *taken; /* tensor i of the file has a parameter */
+} dt__load_all;
+
+/* Sets a->name. Returns the index of the file's tensor; -1: there is none; -2: the parameter is
+   left as it is. */
+static int dt__load_index(dt__load_all *a, const dt_tensor *param) {
+    snprintf(a->name, sizeof a->name, "%s", param->name);
+    if (a->desc.rename && !a->desc.rename(a->desc.user, param->name, a->name, sizeof a->name))
+        return -2;
+    return dt_weights_find(a->w, a->name);
+}
+
+static int dt__weight_fits(const dt_weight *t, const dt_tensor *param) {
+    return t->readable && !dt__integer(t->dtype) && t->count == dt_count(param->param->full);
+}
+
+static void dt__load_compare(dt__load_all *a, dt_load_report *report) {
+    static const char *const kinds[] = { "missing", "mismatched", "unexpected" };
+    dt_ctx *ctx = a->w->ctx;
+    int *const counts[] = { &report->missing, &report->mismatched, &report->unexpected };
+    dt__text list[3], all = dt__format("%s", "");
+    for (int k = 0; k < 3; k++) list[k] = all;
+    for (int i = 0; i < ctx->n_params; i++) {
+        const dt_tensor *param = ctx->params[i];
+        int at = dt__load_index(a, param);
+        const dt_weight *t = dt_weights_get(a->w, at);
+        if (at == -1) dt__add_difference(&list[0], counts[0], "%s", dt__printable_name(a->name).s);
+        if (!t) continue;
+        a->taken[at] = 1;
+        if (dt__weight_fits(t, param))
+            report->loaded++;
+        else
+            dt__add_difference(&list[1], counts[1], "%.60s %.40s is %s %.40s in the file",
+                param->name, dt__shape_text(param->param->full).s, t->type,
+                dt__shape_text(t->shape).s);
+    }
+    for (int i = 0; i < a->w->weights && !ctx->has_stages; i++)
+        if (!a->taken[i])
+            dt__add_difference(
+                &list[2], counts[2], "%s", dt__printable_name(a->w->weight[i].t.name).s);
+    for (int k = 0; k < 3; k++)
+        if (*counts[k])
+            dt__put(&all, "%s%d %s: %.160s", all.s[0] ? "; " : "", *counts[k], kinds[k], list[k].s);
+    snprintf(report->text, sizeof report->text, "%s", all.s);
+}
+
+dt_status dt_weights_load_all(dt_weights *w, dt_load_desc desc, dt_load_report *report) {
+    dt_load_report own, *r = report ? report : &own;
+    dt__load_all a;
+    memset(r, 0, sizeof *r);
+    if (!w || w->ctx->status != DT_OK) return w ? w->ctx->status : DT_ERR_ARG;
+    dt_ctx *ctx = w->ctx;
+    if (w->writing)
+        return dt_fail(ctx, DT_ERR_ARG, "dt_weights_load_all(%s): it is open for writing", w->path);
+    memset(&a, 0, sizeof a);
+    a.w = w;
+    a.desc = desc;
+    a.taken = (unsigned char *)dt__host_zeroed(ctx, (size_t)w->weights + 1, "names of tensors");
+    if (!a.taken) return ctx->status;
+    dt__load_compare(&a, r);
+    if (!desc.partial && r->missing + r->mismatched + r->unexpected > 0)
+        dt_fail(ctx, DT_ERR_SHAPE, "dt_weights_load_all(%s): %s", w->path, r->text);
+    for (int i = 0; i < ctx->n_params && ctx->status == DT_OK; i++) {
+        int at = dt__load_index(&a, ctx->params[i]);
+        const dt_weight *t = dt_weights_get(w, at);
+        dt_weight_part part = { .name = a.name, .flat = 1 };
+        if (t && dt__weight_fits(t, ctx->params[i]))
+            dt_weights_load(w, ctx->params[i], 0, &part, 1);
+    }
+    dt_free(ctx, DT_MEM_HOST, a.taken, (size_t)w->weights + 1);
+    return ctx->status;
 }
 
 // ---- Writing

@@ -21,7 +21,8 @@ static void read_all(dt_ctx *ctx, dt_weights *w) {
         for (int64_t at = 0; at < t->count; at += 4096)
             dt_weights_read(w, i, at, t->count - at < 4096 ? t->count - at : 4096, as, host);
         if (t->count > 0) dt_weights_read(w, i, t->count - 1, 1, t->dtype, host);
-        fuzz_must(dt_error(ctx) == DT_OK, "an element cannot be read");
+        int any_bits = strcmp(t->type, "BOOL") != 0 && strcmp(t->type, "U64") != 0;
+        fuzz_must(dt_error(ctx) == DT_OK || !any_bits, "an element cannot be read");
     }
     dt_weights_metadata(w, "format");
     if (dt_weights_find(w, "a") < 0) return;

@@ -34,14 +34,25 @@ save_file(
     os.path.join(here, "files_pt.safetensors"),
     metadata={"format": "pt"},
 )
-# types that dt can only list, and other metadata
+# other types, other metadata; all 256 numbers of the 8-bit floats, and what PyTorch makes of them
+bits = torch.arange(256, dtype=torch.uint8)
+other = {
+    "mask": torch.tensor([True, False, True]),
+    "bytes": torch.arange(3, dtype=torch.uint8),
+    "i8": torch.tensor([-128, 7, 127], dtype=torch.int8),
+    "i16": torch.tensor([-32768, 7, 32767], dtype=torch.int16),
+    "u16": torch.tensor([0, 65535], dtype=torch.uint16),
+    "u32": torch.tensor([7, 2**32 - 1], dtype=torch.uint32),
+    "u64": torch.tensor([7, 2**63 - 1, 2**63], dtype=torch.uint64),
+    "long": torch.tensor([-(2**31), 2**31 - 1, 2**31], dtype=torch.int64),
+    "complex": torch.zeros(2, dtype=torch.complex64),
+    "w": ramp(torch.float32, 2, 2),
+}
+for name, dtype in (("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)):
+    other[name] = bits.clone().view(dtype)
+    other[name + ".f32"] = bits.view(dtype).to(torch.float32)
 save_file(
-    {
-        "mask": torch.ones(1, 1, 4, 4, dtype=torch.bool),
-        "bytes": torch.arange(3, dtype=torch.uint8),
-        "long": torch.arange(2, dtype=torch.int64),
-        "w": ramp(torch.float32, 2, 2),
-    },
+    other,
     os.path.join(here, "files_types.safetensors"),
     metadata={"format": "pt", "made by": "the reference library", "empty": ""},
 )

@@ -907,7 +907,7 @@ static void test_st_read(void) {
         double *d = (double *)malloc(100001 * sizeof *d);
         float f[9] = { 0 };
         CHECK(strcmp(dt_weights_metadata(w, "k"), "v") == 0 && !dt_weights_metadata(w, "q"));
-        CHECK(!dt_weights_get(w, mask)->readable &&
+        CHECK(dt_weights_get(w, mask)->readable &&
               strcmp(dt_weights_get(w, mask)->type, "BOOL") == 0);
         d[100000] = 7;
         CHECK(dt_weights_read(w, at, 0, 100000, DT_F64, d) == DT_OK);
@@ -1072,10 +1072,90 @@ static void test_reference_library(void) {
     if (want) dt_free(ctx, DT_MEM_HOST, want, want_bytes + 1);
     snprintf(path, sizeof path, "%s/files_types.safetensors", golden_folder);
     w = dt_weights_open(ctx, path);
-    CHECK(dt_weights_count(w) == 4 && dt_weights_get(w, dt_weights_find(w, "long"))->readable &&
+    CHECK(dt_weights_count(w) == 14 &&
           strcmp(dt_weights_metadata(w, "made by"), "the reference library") == 0);
     free_ctx(mem, &fs, &m2, "golden");
     free_ctx(ctx, NULL, &m, "golden");
+    memory_clear(&fs);
+}
+
+/* Reads all elements as `as`; "" or the error. */
+static const char *read_types(const char *name, dt_dtype as, void *out) {
+    static char error[600], path[600];
+    meter m = { 0, 0, 0 };
+    dt_ctx *ctx = make_ctx(NULL, &m);
+    snprintf(path, sizeof path, "%s/files_types.safetensors", golden_folder);
+    dt_weights *w = dt_weights_open(ctx, path);
+    int at = dt_weights_find(w, name);
+    const dt_weight *t = dt_weights_get(w, at);
+    if (CHECK_MSG(t != NULL, "%s: %s", name, dt_error_text(ctx)))
+        dt_weights_read(w, at, 0, t->count, as, out);
+    snprintf(error, sizeof error, "%s", dt_error_text(ctx));
+    dt_weights_close(w);
+    free_ctx(ctx, NULL, &m, name);
+    return error;
+}
+
+/* Types that only a file has: each becomes the smallest dt_dtype of its values, or another that
+   holds them. */
+static void test_other_types(void) {
+    static const struct {
+        const char *name;
+        dt_dtype as;
+        int64_t value[3]; /* or the error */
+        const char *error;
+    } cases[] = { { "mask", DT_U8, { 1, 0, 1 }, "" }, { "mask", DT_I64, { 1, 0, 1 }, "" },
+        { "mask", DT_F32, { 0 }, "no conversion between BOOL and f32" },
+        { "bytes", DT_I32, { 0, 1, 2 }, "" }, { "i8", DT_I32, { -128, 7, 127 }, "" },
+        { "i8", DT_U8, { 0 }, "element 0 of 'i8' is -128, which is no u8" },
+        { "i16", DT_I64, { -32768, 7, 32767 }, "" },
+        { "i16", DT_U8, { 0 }, "element 0 of 'i16' is -32768, which is no u8" },
+        { "u16", DT_I32, { 0, 65535, 0 }, "" }, { "u32", DT_I64, { 7, 4294967295, 0 }, "" },
+        { "u32", DT_I32, { 0 }, "element 1 of 'u32' is 4294967295, which is no i32" },
+        { "u64", DT_I64, { 0 },
+            "element 2 of 'u64' is more than 9223372036854775807, which is no i64" },
+        { "long", DT_I32, { 0 }, "element 2 of 'long' is 2147483648, which is no i32" },
+        { "long", DT_I64, { INT32_MIN, INT32_MAX, 2147483648 }, "" },
+        { "w", DT_I32, { 0 }, "no conversion between F32 and i32" },
+        { "complex", DT_F32, { 0 }, "no conversion between C64 and f32" } };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        int64_t got[4] = { 0 }, value;
+        const char *error = read_types(cases[i].name, cases[i].as, got);
+        CHECK_MSG(*cases[i].error ? strstr(error, cases[i].error) != NULL : !*error, "%s as %s: %s",
+            cases[i].name, dt_dtype_name(cases[i].as), error);
+        for (int k = 0; k < 3 && !*cases[i].error; k++) {
+            value = cases[i].as == DT_I64   ? got[k]
+                    : cases[i].as == DT_I32 ? ((int32_t *)got)[k]
+                                            : ((uint8_t *)got)[k];
+            CHECK_MSG(value == cases[i].value[k], "%s: element %d is %lld", cases[i].name, k,
+                (long long)value);
+        }
+    }
+    static const char *const floats[] = { "e4m3", "e5m2" };
+    for (int f = 0; f < 2; f++) {
+        float got[256], want[256];
+        double wide[256];
+        uint16_t half[256];
+        char name[16];
+        snprintf(name, sizeof name, "%s.f32", floats[f]);
+        CHECK(!*read_types(name, DT_F32, want) && !*read_types(floats[f], DT_F32, got) &&
+              !*read_types(floats[f], DT_F64, wide) && !*read_types(floats[f], DT_BF16, half));
+        for (int i = 0; i < 256; i++)
+            CHECK_MSG(same(got[i], want[i]) && same(wide[i], want[i]) &&
+                          same(dt__bf16_to_f32(half[i]), want[i]),
+                "%s: bits %d are %g, not %g", floats[f], i, (double)got[i], (double)want[i]);
+    }
+    memory_fs fs;
+    meter m = { 0, 0, 0 };
+    char truth[3];
+    memset(&fs, 0, sizeof fs);
+    put_safetensors(
+        &fs, "f", "{\"b\":{\"dtype\":\"BOOL\",\"shape\":[3],\"data_offsets\":[0,3]}}", 3);
+    dt_ctx *ctx = make_ctx(&fs, &m);
+    dt_weights *w = dt_weights_open(ctx, "f");
+    CHECK(dt_weights_read(w, 0, 0, 3, DT_U8, truth) == DT_ERR_IO &&
+          says(ctx, "f: element 2 of 'b' is 2, which is no BOOL"));
+    free_ctx(ctx, &fs, &m, "a BOOL");
     memory_clear(&fs);
 }
 
@@ -1641,6 +1721,86 @@ static void test_write_refused(void) {
 
 /* A NULL path or name; a tensor of 7 dimensions beside a readable one; two ranks that write the
    same file at the same time. */
+/* ---- dt_weights_load_all ---- */
+
+/* The file has the prefix "model." before most names. */
+static int with_prefix(void *user, const char *name, char *out, size_t size) {
+    (void)user;
+    if (strcmp(name, "own") == 0) return 0;
+    snprintf(out, size, "model.%s", name);
+    return 1;
+}
+
+static dt_tensor *half_of(dt_ctx *ctx, dt_group *group, const char *name, dt_shape full, int dim) {
+    dt_param_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.shards[0].comm = (dt_comm *)group;
+    desc.shards[0].dim = dim;
+    return dt_param_at(ctx, name, full, DT_ONES, desc);
+}
+
+static void test_load_all(void) {
+    memory_fs fs;
+    meter m = { 0, 0, 0 };
+    float values[12];
+    memset(&fs, 0, sizeof fs);
+    for (int i = 0; i < 12; i++) values[i] = (float)i;
+    dt_ctx *ctx = make_ctx(&fs, &m);
+    dt_weights *w = dt_weights_create(ctx, "f", (dt_weights_desc){ 0 });
+    dt_weights_write(
+        w, dt_weights_declare(w, "model.a", DT_F32, DT_SHAPE(12)), 0, 12, DT_F32, values);
+    CHECK(dt_weights_close(w) == DT_OK);
+    w = dt_weights_create(ctx, "g", (dt_weights_desc){ 0 });
+    int a = dt_weights_declare(w, "model.a", DT_F32, DT_SHAPE(2, 6)),
+        b = dt_weights_declare(w, "model.b", DT_BF16, DT_SHAPE(3, 1)),
+        c = dt_weights_declare(w, "model.c", DT_I32, DT_SHAPE(2)),
+        d = dt_weights_declare(w, "extra", DT_F32, DT_SHAPE(1));
+    int32_t numbers[2] = { 1, 2 };
+    dt_weights_write(w, a, 0, 12, DT_F32, values);
+    dt_weights_write(w, b, 0, 3, DT_F32, values + 3);
+    dt_weights_write(w, c, 0, 2, DT_I32, numbers);
+    dt_weights_write(w, d, 0, 1, DT_F32, values);
+    CHECK_MSG(dt_weights_close(w) == DT_OK, "%s", dt_error_text(ctx));
+    free_ctx(ctx, &fs, &m, "load all: writing");
+    for (int dim = 0; dim < 2; dim++) /* the file's (12) is (3,4), and rank 1 of 2 has a half */
+        for (int partial = 0; partial < 2; partial++) {
+            dt_group group;
+            dt_load_report r;
+            dt_load_desc desc = { with_prefix, NULL, partial };
+            memset(&group, 0, sizeof group);
+            group.size = 2, group.rank = 1;
+            ctx = make_ctx(&fs, &m);
+            dt_tensor *p = half_of(ctx, &group, "a", DT_SHAPE(3, 4), dim);
+            dt_tensor *own = dt_param(ctx, "own", DT_SHAPE(2), DT_ONES);
+            if (partial) { /* "g" has more, and other shapes */
+                dt_param(ctx, "b", DT_SHAPE(4), DT_ONES);
+                dt_param(ctx, "c", DT_SHAPE(2), DT_ONES);
+                dt_param(ctx, "d", DT_SHAPE(2), DT_ONES);
+            }
+            w = dt_weights_open(ctx, partial ? "g" : "f");
+            CHECK_MSG(dt_weights_load_all(w, desc, &r) == DT_OK, "%s", dt_error_text(ctx));
+            CHECK(r.loaded == 1 && r.missing == partial && r.mismatched == 2 * partial &&
+                  r.unexpected == partial);
+            CHECK_MSG(
+                strcmp(r.text,
+                    !partial ? ""
+                             : "1 missing: model.d; 2 mismatched: b (4) is BF16 (3,1) in the "
+                               "file, c (2) is I32 (2) in the file; 1 unexpected: extra") == 0,
+                "%s", r.text);
+            const float *x = (const float *)p->data;
+            CHECK(dim == 0 ? x[0] == 8 && x[3] == 11 && x[4] == 0
+                           : x[0] == 2 && x[1] == 3 && x[2] == 6 && x[5] == 11);
+            CHECK(((const float *)own->data)[1] == 1);
+            desc.partial = 0;
+            if (partial)
+                CHECK(dt_weights_load_all(w, desc, NULL) == DT_ERR_SHAPE &&
+                      says(ctx, "dt_weights_load_all(g): 1 missing: model.d; 2 mismatched: "));
+            free_ctx(ctx, &fs, &m, "load all");
+        }
+    CHECK(dt_weights_load_all(NULL, (dt_load_desc){ 0 }, NULL) == DT_ERR_ARG);
+    memory_clear(&fs);
+}
+
 static void test_corner_uses(void) {
     static const char both[] =
         "{\"deep\":{\"dtype\":\"F32\",\"shape\":[1,1,2,1,1,1,1],\"data_offsets\":[4,12]},"
@@ -1989,6 +2149,7 @@ int main(int argc, char **argv) {
     test_long_folder();
     test_index();
     test_reference_library();
+    test_other_types();
     test_llmc();
     test_llmc_write();
     for (int l = 0; l < LAYOUTS; l++) {
@@ -1998,6 +2159,7 @@ int main(int argc, char **argv) {
     }
     test_tiles();
     test_load_refused();
+    test_load_all();
     test_write();
     test_write_refused();
     test_corner_uses();
