@@ -1822,6 +1822,18 @@ DT_API void dt_loss_scale(dt_ctx *ctx, double scale);
 /* [local] Frees all tensors of the current tape except parameters. Call dt_reset after each
    micro-batch. */
 DT_API void dt_reset(dt_ctx *ctx);
+/* [local] State that outlives dt_reset: the hidden state of a recurrent network (truncated
+   backpropagation through time), caches, running averages. dt_keep copies t and returns the copy,
+   which has t's placements and no gradient, and lives until dt_forget or dt_ctx_free. Call it in
+   every step: the earlier tensor of the same name is replaced, and stays valid until the next
+   dt_reset of this tape, because the backward may read it. It counts as activation memory. Fails
+   inside a recomputed block, which runs twice. As PyTorch's detach().clone().
+
+       h = dt_keep(h, "hidden");  dt_backward(loss);  dt_zero_step(..);  dt_reset(ctx);
+
+   dt_forget replaces the tensor by none. */
+DT_API dt_tensor *dt_keep(dt_tensor *t, const char *name);
+DT_API dt_status dt_forget(dt_ctx *ctx, const char *name);
 /* [local] Selects tape number `tape`, for a micro-batch of pipeline stage `stage`. A pipeline has
    several micro-batches alive at once, each on its own tape: ops, the backward and dt_reset work on
    the tape selected last. A backward gives gradients only to the buckets of `stage`. A tape keeps
@@ -2714,6 +2726,8 @@ struct dt_ctx {
     int n_buckets;
     dt__buffer *buffers;
     int n_buffers, buffer_capacity;
+    struct dt__kept *keep_list; /* list of the tensors of dt_keep */
+    int64_t resets;             /* number of dt_reset calls so far */
 
     dt_block_state **tapes; /* (tape_capacity) root blocks; NULL for unused numbers */
     int tape_capacity;
@@ -2969,6 +2983,7 @@ dt_ctx *dt_ctx_make(dt_ctx_desc desc) {
 }
 
 static void dt__tape_free(dt_ctx *ctx);
+static void dt__kept_free(dt_ctx *ctx);
 static void dt__params_free(dt_ctx *ctx);
 static void dt__buffers_free(dt_ctx *ctx);
 static void *dt__buffer_acquire(dt_ctx *ctx, dt_mem mem, size_t bytes);
@@ -2984,6 +2999,7 @@ void dt_ctx_free(dt_ctx *ctx) {
         if (l->closing) l->closing(ctx, l->user);
     }
     dt__tape_free(ctx);
+    dt__kept_free(ctx);
     dt__params_free(ctx);
     dt__buffers_free(ctx);
     dt_free(ctx, DT_MEM_TEMP, ctx->work, ctx->work_bytes);
@@ -4461,6 +4477,7 @@ void dt_reset(dt_ctx *ctx) {
     ctx->entered_block = NULL;
     ctx->inf_op = NULL;
     ctx->fingerprint = 0;
+    ctx->resets++;
     dt__notify_reset(ctx);
 }
 
@@ -4595,8 +4612,7 @@ static int dt__fail_if_dropped(const char *op, const dt_tensor *t) {
                                         : dt__format("a forward outside of blocks");
         dt_fail(t->ctx, DT_ERR_ARG,
             "%s(%s): this tensor %s %s, which %s made in %s, is gone: dt_reset has freed it. To "
-            "carry values to the next step, dt_read them before dt_reset and pass them to dt_input "
-            "after it",
+            "carry values to the next step, dt_keep them before dt_reset",
             op, t->name, dt_dtype_name(t->dtype), dt__shape_text(t->shape).s, t->name, place.s);
         return 1;
     }
@@ -5781,6 +5797,104 @@ void dt_check_finite(dt_ctx *ctx, int on) {
     ctx->inf_op = NULL;
 }
 
+/* ---- dt_keep ---- */
+
+static dt_ctx *dt__op_context(const char *op, int n, dt_tensor *a, dt_tensor *b, dt_tensor *c);
+
+/* A tensor that belongs to no block, so no reset frees its data. When it is replaced it joins the
+   list of the tape's root, and the next reset frees its data as those of all other tensors. The
+   struct is used again one reset later: until then a use of the replaced tensor fails. */
+typedef struct dt__kept {
+    dt_tensor t;
+    dt_placements placements;
+    char *name;
+    int current;         /* 1: the newest of its name */
+    int64_t replaced_at; /* value of ctx->resets */
+    struct dt__kept *next;
+} dt__kept;
+
+static dt__kept *dt__kept_find(const dt_ctx *ctx, const char *name) {
+    dt__kept *k = ctx->keep_list;
+    while (k && (!k->current || strcmp(k->name, name) != 0)) k = k->next;
+    return k;
+}
+
+/* Returns a struct for a tensor of this name; NULL after a failure. */
+static dt__kept *dt__kept_struct(dt_ctx *ctx, const char *name) {
+    dt__kept *k = ctx->keep_list;
+    while (k && (k->current || k->t.storage != DT__DEAD || ctx->resets < k->replaced_at + 2 ||
+                    strcmp(k->name, name) != 0))
+        k = k->next;
+    if (k) return k;
+    k = (dt__kept *)dt__host_zeroed(ctx, sizeof *k + strlen(name) + 1, "dt_keep");
+    if (!k) return NULL;
+    k->name = strcpy((char *)(k + 1), name);
+    k->t.storage = DT__DEAD;
+    k->next = ctx->keep_list;
+    return ctx->keep_list = k;
+}
+
+static void dt__kept_replace(dt_ctx *ctx, dt__kept *k) {
+    if (!k) return;
+    k->current = 0;
+    k->replaced_at = ctx->resets;
+    k->t.block = ctx->root;
+    k->t.next = ctx->root->tensors;
+    ctx->root->tensors = &k->t;
+}
+
+dt_tensor *dt_keep(dt_tensor *t, const char *name) {
+    dt_ctx *ctx = dt__op_context("dt_keep", 1, t, NULL, NULL);
+    if (!ctx || !dt__root(ctx)) return NULL;
+    if (!name || !*name) dt_fail(ctx, DT_ERR_ARG, "dt_keep(%s): a name is needed", t->name);
+    for (const dt_block_state *b = ctx->current; b; b = b->parent)
+        if (b->acts != &b->own_acts)
+            dt_fail(ctx, DT_ERR_ARG,
+                "dt_keep(%s): inside a recomputed dt_block, which runs twice; return the tensor "
+                "from the block and keep it there",
+                t->name);
+    dt__kept *k = ctx->status == DT_OK ? dt__kept_struct(ctx, name) : NULL;
+    if (!k) return NULL;
+    memset(&k->t, 0, sizeof k->t);
+    k->t.ctx = ctx;
+    k->t.name = k->name;
+    k->t.dtype = t->dtype;
+    k->t.shape = t->shape;
+    k->t.max_rows = t->max_rows;
+    k->t.storage = DT__KEPT;
+    if (t->placements) {
+        k->placements = *t->placements;
+        k->t.placements = &k->placements;
+    }
+    if (!dt__data_alloc(&k->t) || dt__move(ctx, k->t.data, t->data, dt__bytes(t)) != DT_OK) {
+        dt__data_drop(&k->t);
+        k->t.storage = DT__DEAD;
+        return NULL;
+    }
+    dt__kept_replace(ctx, dt__kept_find(ctx, name));
+    k->current = 1;
+    return &k->t;
+}
+
+dt_status dt_forget(dt_ctx *ctx, const char *name) {
+    if (!ctx || ctx->status != DT_OK) return ctx ? ctx->status : DT_ERR_ARG;
+    dt__kept *k = name && dt__root(ctx) ? dt__kept_find(ctx, name) : NULL;
+    if (!k)
+        return dt_fail(ctx, DT_ERR_ARG, "dt_forget: dt_keep has no tensor '%s'",
+            name ? dt__printable_name(name).s : "");
+    dt__kept_replace(ctx, k);
+    return DT_OK;
+}
+
+/* Frees the structs; the data are freed with all buffers. */
+static void dt__kept_free(dt_ctx *ctx) {
+    while (ctx->keep_list) {
+        dt__kept *k = ctx->keep_list;
+        ctx->keep_list = k->next;
+        dt_free(ctx, DT_MEM_HOST, k, sizeof *k + strlen(k->name) + 1);
+    }
+}
+
 dt_tensor *dt_require_grad(dt_tensor *t) {
     if (!t || t->ctx->status != DT_OK) return NULL;
     if (dt__integer(t->dtype)) {
@@ -5790,6 +5904,13 @@ dt_tensor *dt_require_grad(dt_tensor *t) {
     if (dt__owner(t)->param) {
         if (!dt__owner(t)->param->desc.frozen) return t;
         dt_fail(t->ctx, DT_ERR_ARG, "dt_require_grad(%s): the parameter is frozen", t->name);
+        return NULL;
+    }
+    if (!dt__owner(t)->block) {
+        dt_fail(t->ctx, DT_ERR_ARG,
+            "dt_require_grad(%s): a tensor of dt_keep has no gradient; use "
+            "an op's result",
+            t->name);
         return NULL;
     }
     if (!dt__owner(t)->needs_grad && dt__owner(t)->readers) {

@@ -2867,6 +2867,132 @@ static void test_tapes(void) {
     shards_of_buckets();
 }
 
+/* ---- dt_keep ---- */
+
+enum { KEEP_STEPS = 5, KEEP_WIDTH = 6 };
+
+/* A recurrent network, h' = tanh(x + U h), whose hidden state goes from step to step: by dt_keep, or
+   through host memory, or twice by dt_keep in a step (the second time after the backward). Stores
+   the loss and the gradient of U of each step. */
+enum { KEEP, BY_HOST, KEEP_TWICE };
+static void recurrent(int way, double *out) {
+    meter m = METER;
+    dt_ctx *ctx = open_ctx(&m);
+    float state[KEEP_WIDTH] = { 0 }, x[KEEP_WIDTH];
+    dt_tensor *u = dt_param(ctx, "u", DT_SHAPE(KEEP_WIDTH, KEEP_WIDTH), DT_NORMAL(0.5)),
+              *kept = NULL;
+    size_t live = 0;
+    for (int step = 0; step < KEEP_STEPS; step++) {
+        for (int i = 0; i < KEEP_WIDTH; i++) x[i] = (float)(i + step) / 7;
+        dt_tensor *h = kept ? kept : dt_input(ctx, DT_F32, DT_SHAPE(1, KEEP_WIDTH), state);
+        dt_tensor *in = dt_input(ctx, DT_F32, DT_SHAPE(1, KEEP_WIDTH), x), *older = kept;
+        h = dt_tanh(dt_add(in, dt_linear(h, u, NULL)));
+        if (way == KEEP_TWICE) dt_keep(in, "hidden");
+        if (way != BY_HOST) kept = dt_keep(h, "hidden");
+        CHECK(way == BY_HOST || (kept && kept != older && !kept->needs_grad));
+        dt_tensor *loss = dt_mse(h, in, 1);
+        out[0] = dt_item(loss);
+        CHECK(dt_backward(loss) == DT_OK);
+        for (int i = 0; i < KEEP_WIDTH * KEEP_WIDTH; i++) out[1 + i] = get(u->grad, DT_F32, i);
+        out += 1 + KEEP_WIDTH * KEEP_WIDTH;
+        if (way == BY_HOST) dt_read(h, state);
+        dt_clear_grads(ctx);
+        dt_reset(ctx);
+        if (way != BY_HOST)
+            CHECK(dt_memory_used(ctx).live[DT_MEM_ACTS] >= KEEP_WIDTH * sizeof(float));
+        if (step == 2) live = dt_memory_used(ctx).live_total;
+        if (step > 2) CHECK_MSG(dt_memory_used(ctx).live_total == live, "memory grows");
+    }
+    close_good(ctx, &m, "a recurrent network");
+}
+
+static dt_tensor *keep_in_block(dt_tensor *x, void *user) {
+    dt_tensor *y = dt_gelu(x);
+    *(dt_tensor **)user = dt_keep(y, "inside");
+    return y;
+}
+
+static void keep_refused(void) {
+    for (int k = 0; k < 7; k++) {
+        static const char *const why[] = { "dt_keep(dt_gelu): a name is needed",
+            "dt_keep(dt_gelu): inside a recomputed dt_block, which runs twice",
+            "dt_require_grad(a): a tensor of dt_keep has no gradient",
+            "dt_forget: dt_keep has no tensor 'b'",
+            "dt_gelu(a): this tensor f32 (2), which a made in a forward outside of blocks, is gone",
+            "dt_gelu(a): this tensor f32 (2), which a made in a forward outside of blocks, is gone",
+            "dt_keep: " };
+        meter m = METER;
+        dt_ctx *ctx = open_ctx(&m);
+        float x[2] = { 1, 2 };
+        dt_tensor *in = dt_gelu(dt_input(ctx, DT_F32, DT_SHAPE(2), x)), *inside = NULL;
+        dt_tensor *a = dt_keep(in, "a");
+        if (k == 0) dt_keep(in, "");
+        if (k == 1) dt_block_at(ctx, keep_in_block, in, &inside, (dt_block_desc){ .recompute = 1 });
+        if (k == 2) dt_require_grad(a);
+        if (k == 3) dt_forget(ctx, "b");
+        if (k == 4) dt_keep(in, "a");
+        if (k == 5) CHECK(dt_forget(ctx, "a") == DT_OK);
+        if (k == 4 || k == 5) {
+            CHECK(dt_gelu(a) != NULL); /* valid until the reset */
+            dt_reset(ctx);
+            if (k == 4) { /* the struct of `a` is not used again before the next reset */
+                in = dt_input(ctx, DT_F32, DT_SHAPE(2), x);
+                CHECK(dt_keep(in, "a") != a);
+            }
+            CHECK(!dt_gelu(a));
+        }
+        if (k == 6) dt_keep(NULL, "a"), dt_add(in, NULL);
+        CHECK_MSG(dt_error(ctx) == DT_ERR_ARG && (k == 6 || strstr(dt_error_text(ctx), why[k])),
+            "%d: %s", k, dt_error_text(ctx));
+        close_ctx(ctx, &m, "keep refused");
+    }
+}
+
+/* A kept tensor keeps type, shape and placement, and may be made in a plain block. */
+static void keep_properties(void) {
+    meter m = METER;
+    dt_ctx *ctx = open_ctx(&m);
+    dt_group group;
+    memset(&group, 0, sizeof group);
+    group.size = 2, group.name = "tp";
+    static const int group_ranks[2] = { 0, 1 };
+    group.ranks = group_ranks;
+    dt_comm *comm = (dt_comm *)&group;
+    float x[6] = { 1, 2, 3, 4, 5, 6 }, y[6];
+    dt_tensor *kept = NULL;
+    for (int step = 0; step < 4; step++) {
+        dt_tensor *in = dt_input(ctx, DT_F32, DT_SHAPE(3 + step % 2 * -1, 2), x), *inside = NULL;
+        dt_place(in, comm, DT_SHARD(1));
+        dt_tensor *half = dt_cast(in, DT_BF16);
+        if (kept) {
+            CHECK(dt_placement_of(kept, comm).kind == DT_PLACEMENT_SHARD &&
+                  dt_placement_of(kept, comm).dim == 1);
+            CHECK(kept->dtype == DT_BF16 && kept->shape.d[0] == (step % 2 ? 3 : 2));
+            dt_read(dt_cast(kept, DT_F32), y);
+            CHECK(y[0] == 1 && y[3] == 4);
+        }
+        kept = dt_keep(half, "state");
+        dt_block(ctx, keep_in_block, in, &inside);
+        CHECK_MSG(dt_error(ctx) == DT_OK && inside, "%s", dt_error_text(ctx));
+        dt_reset(ctx);
+        CHECK(inside && dt_read(inside, y) == DT_OK && y[0] > 0.8f && y[0] < 0.9f);
+    }
+    close_good(ctx, &m, "properties of kept tensors");
+}
+
+static void test_keep(void) {
+    enum { VALUES = KEEP_STEPS * (1 + KEEP_WIDTH * KEEP_WIDTH) };
+    static double values[3][VALUES];
+    for (int way = 0; way < 3; way++) recurrent(way, values[way]);
+    for (int way = 1; way < 3; way++)
+        for (int i = 0; i < VALUES; i++)
+            CHECK_MSG(values[way][i] == values[0][i], "way %d, value %d: %g, not %g", way, i,
+                values[way][i], values[0][i]);
+    CHECK(values[0][2] == 0 && values[0][3 + KEEP_WIDTH * KEEP_WIDTH] != 0);
+    keep_refused();
+    keep_properties();
+}
+
 int main(int argc, char **argv) {
     if (argc > 1) golden_folder = argv[1];
     test_slices();
@@ -2881,6 +3007,7 @@ int main(int argc, char **argv) {
     test_gpt();
     test_recompute();
     test_tapes();
+    test_keep();
     test_misuse();
     return check_done("test_tensor");
 }
