@@ -42,15 +42,15 @@
      2. Device memory (copies, pinned memory, peer access, events)
      3. Storage types, vectors, block reductions (bf16, f16, warp shuffles)
      4. Fill, copy, reduce
-     5. Strides: binary, permute (broadcasting, transpose)
-     6. Activations: unary, glu (GELU, SiLU, SwiGLU)
+     5. Strides: binary, where, permute (broadcasting, transpose)
+     6. Activations: unary, glu (GELU, SiLU, SwiGLU, sigmoid, power, clamp)
      7. Cast
      8. Sums over a dimension (split reductions)
      9. Checked indices: max, top-k, scatter
     10. Normalisation and softmax (LayerNorm, RMSNorm)
     11. Rotary embedding; counter-based RNG: dropout, init (RoPE, Philox)
     12. Embedding (scatter-add)
-    13. Losses (cross-entropy, online softmax, log-sum-exp merge)
+    13. Losses (cross-entropy, binary cross-entropy, online softmax, log-sum-exp merge)
     14. Norm and optimizers (gradient norm, digest, AdamW, SGD, 1-bit Adam)
     15. Matrix product (GEMM, packing, tensor cores, mma, wgmma, swizzle, cuBLASLt)
     16. Attention (flash attention, online softmax, log-sum-exp merge, grouped-query attention)
@@ -73,10 +73,10 @@
    operands, so attention in bf16 and f16 rounds its probabilities and their gradients before it
    multiplies them. cuBLASLt chooses the order of its sums by the sizes of the product. In the
    following kernels nvcc can fuse nothing that changes a result, so the results have the same bits
-   as on the CPU: fill, copy, permute, cast, digest, reduce, max, topk, scatter, uniform init,
-   embedding and its backward, and square_sums. The same holds for binary and dropout if they do not
-   accumulate. NaN payloads are unspecified. Never compile this file with -use_fast_math. The file
-   cannot refuse that flag, because nvcc defines no macro for it.
+   as on the CPU: fill, copy, permute, cast, digest, reduce, cumsum, patches and its backward, max,
+   topk, scatter, uniform init, embedding and its backward, and square_sums. The same holds for
+   binary and dropout if they do not accumulate. NaN payloads are unspecified. Never compile this
+   file with -use_fast_math. The file cannot refuse that flag, because nvcc defines no macro for it.
 
    ERRORS. If CUDA refuses a launch, the call returns DT_ERR_DEVICE. A kernel runs asynchronously,
    so a later call reports the kernel's failure, at the latest the sync that waits for the kernel.
@@ -903,7 +903,7 @@ static dt_status cuda_reduce(const dt_reduce_args *a, void *stream) {
     return DT_ERR_UNSUPPORTED;
 }
 
-// ==== 5. Strides: binary, permute ===============================================================
+// ==== 5. Strides: binary, where, permute ========================================================
 
 /* The dimensions `d` of two arrays and their strides: `a` of the first array, `b` of the second.
    Adjacent dimensions that are contiguous in both arrays are merged. So two contiguous tensors of
@@ -961,6 +961,12 @@ static __device__ float apply_binary(int op, float x, float y) {
     case DT_SUB: return x - y;
     case DT_MUL: return x * y;
     case DT_DIV: return x / y;
+    case DT_MINIMUM: return x < y || x != x ? x : y; /* NaN if x or y is NaN */
+    case DT_MAXIMUM: return x > y || x != x ? x : y;
+    case DT_LESS: return x < y;
+    case DT_LESS_EQUAL: return x <= y;
+    case DT_EQUAL: return x == y;
+    case DT_STEP: return x < y ? 0 : x == y ? 0.5f : 1;
     }
     return x + y;
 }
@@ -989,7 +995,7 @@ DTK_KERNEL __launch_bounds__(BLOCK) binary_kernel(dt_binary_args a, strided s, s
 
 template <class T> static dt_status binary(const dt_binary_args *a, void *stream) {
     const int N = vec<T>::N;
-    if (a->op < DT_ADD || a->op > DT_DIV) return DT_ERR_ARG;
+    if (a->op < DT_ADD || a->op >= DT_BINARY_OPS) return DT_ERR_ARG;
     strided s = make_strided(a->shape, a->stride_a, a->stride_b);
     bool vectorized =
         aligned16(a->out) && can_vectorize(a->a, s.a, &s, N) && can_vectorize(a->b, s.b, &s, N);
@@ -1002,6 +1008,38 @@ template <class T> static dt_status binary(const dt_binary_args *a, void *stream
     return launch_status();
 }
 DTK_TABLE_ENTRY(binary)
+
+/* s.a holds the strides of the mask, s.b those of a, and t.a those of b. */
+template <class T, int N>
+DTK_KERNEL __launch_bounds__(BLOCK)
+    where_kernel(dt_where_args a, strided s, strided t, size_t count) {
+    for (size_t i = grid_first(N); i < count; i += grid_step(N)) {
+        int64_t at_mask, at_a, at_b;
+        vec<float, N> x = { { 0 } }, y = { { 0 } };
+        offsets_of(t, i, &at_b, &at_a);
+        offsets_of(s, i, &at_mask, &at_a);
+        vec<float, N> mask = load_floats_strided<N>((const T *)a.mask + at_mask, s.a[s.nd - 1]);
+        if (a.a) x = load_floats_strided<N>((const T *)a.a + at_a, s.b[s.nd - 1]);
+        if (a.b) y = load_floats_strided<N>((const T *)a.b + at_b, t.a[t.nd - 1]);
+        for (int k = 0; k < N; k++) x.v[k] = mask.v[k] != 0 ? x.v[k] : y.v[k];
+        store_floats((T *)a.out + i, x, a.accumulate);
+    }
+}
+
+template <class T> static dt_status where(const dt_where_args *a, void *stream) {
+    const int N = vec<T>::N;
+    strided s = make_strided(a->shape, a->stride_mask, a->stride_a),
+            t = make_strided(a->shape, a->stride_b, a->stride_b);
+    bool vectorized = aligned16(a->out) && can_vectorize(a->mask, s.a, &s, N) &&
+                      can_vectorize(a->a, s.b, &s, N) && can_vectorize(a->b, t.a, &t, N);
+    size_t count = element_count(&s);
+    if (vectorized)
+        DTK_LAUNCH((where_kernel<T, N>), count, BLOCK * N, stream, *a, s, t, count);
+    else
+        DTK_LAUNCH((where_kernel<T, 1>), count, BLOCK, stream, *a, s, t, count);
+    return launch_status();
+}
+DTK_TABLE_ENTRY(where)
 
 /* A thread moves N elements at a time. They are a vec if the last dimension is contiguous in the
    input and in the output; otherwise N is 1. s.a holds the output's strides, s.b the input's. */
@@ -1128,6 +1166,9 @@ template <class T> static __device__ float sigmoid_as(float x) {
     return divide_as<T>(1, 1 + exp_as<T>(-x));
 }
 
+/* Returns ln(1 + e^-|x|), which is at most ln 2. */
+static __device__ float log1p_exp(float x) { return log1pf(expf(-fabsf(x))); }
+
 /* The cumulative distribution function of the normal distribution. For negative x the sum
    1 + erff(x) would cancel, but erfcf stays accurate. */
 static __device__ float normal_cdf(float x) { return 0.5f * erfcf(-0.70710678f * x); }
@@ -1138,10 +1179,9 @@ static __device__ float normal_cdf(float x) { return 0.5f * erfcf(-0.70710678f *
 #define DTK_GELU_SCALE 0.7978845608028654f /* sqrt(2/pi) */
 #define DTK_GELU_CUBIC 0.044715f
 
-/* Returns f(x) for the activation f that `kind` names (DT_ACT_GELU, ...). T is the type in which
-   the caller stores the result. */
-template <class T = float>
-static __device__ float activate(int kind, float x, float scale, float shift) {
+/* Returns f(x) for the activation f without parameters that `kind` names (DT_ACT_GELU, ...). T is
+   the type in which the caller stores the result. */
+template <class T = float> static __device__ float activate(int kind, float x) {
     switch (kind) {
     case DT_ACT_GELU:
         return divide_as<T>(
@@ -1152,9 +1192,26 @@ static __device__ float activate(int kind, float x, float scale, float shift) {
     case DT_ACT_TANH: return tanhf(x);
     case DT_ACT_EXP: return expf(x);
     case DT_ACT_LN: return logf(x);
-    case DT_ACT_AFFINE: return scale * x + shift;
+    case DT_ACT_SIGMOID: return sigmoid_as<T>(x);
+    case DT_ACT_SOFTPLUS: return (x > 0 ? x : 0) + log1p_exp(x);
+    case DT_ACT_SQRT: return sqrtf(x);
+    case DT_ACT_ABS: return fabsf(x);
     }
     return x;
+}
+
+/* Returns x^y; a square and its derivative without powf. */
+static __device__ float power(float x, float y) { return y == 2 ? x * x : y == 1 ? x : powf(x, y); }
+
+/* Like activate, also for activations with parameters. */
+template <class T>
+static __device__ float activate_with(int kind, float x, float scale, float shift) {
+    switch (kind) {
+    case DT_ACT_AFFINE: return scale * x + shift;
+    case DT_ACT_POW: return power(x, scale);
+    case DT_ACT_CLAMP: return x < scale ? scale : x > shift ? shift : x;
+    }
+    return activate<T>(kind, x);
 }
 
 /* Clamps x to [-bound, bound]. For |x| > bound each of the derivatives below is exactly 0 or 1 in
@@ -1189,11 +1246,15 @@ template <class T> static __device__ float silu_derivative(float x) {
     return s + x * s * (e * s);
 }
 
-/* Returns d f'(x) for the activation f that `kind` names. T is the type in which the caller stores
-   the result. Where ReLU's derivative is 0 the result is 0, not d * 0, because the product would be
-   NaN for an infinite d. */
-template <class T = float>
-static __device__ float activate_back(int kind, float x, float d, float scale) {
+template <class T> static __device__ float sigmoid_derivative(float x) {
+    float e = exp_as<T>(-fabsf(x)), s = divide_as<T>(1, 1 + e);
+    return s * (e * s);
+}
+
+/* Returns d f'(x) for the activation f without parameters that `kind` names. T is the type in which
+   the caller stores the result. Where ReLU's derivative is 0 the result is 0, not d * 0, because
+   the product would be NaN for an infinite d. */
+template <class T = float> static __device__ float activate_back(int kind, float x, float d) {
     switch (kind) {
     case DT_ACT_GELU: return d * gelu_derivative<T>(x);
     case DT_ACT_GELU_ERF: return d * gelu_erf_derivative(x);
@@ -1205,9 +1266,23 @@ static __device__ float activate_back(int kind, float x, float d, float scale) {
     }
     case DT_ACT_EXP: return d * expf(x);
     case DT_ACT_LN: return d / x;
-    case DT_ACT_AFFINE: return d * scale;
+    case DT_ACT_SIGMOID: return d * sigmoid_derivative<T>(x);
+    case DT_ACT_SOFTPLUS: return d * sigmoid_as<T>(x);
+    case DT_ACT_SQRT: return d / (2 * sqrtf(x));
+    case DT_ACT_ABS: return x > 0 ? d : x < 0 ? -d : 0;
     }
     return d;
+}
+
+/* Like activate_back, also for activations with parameters. */
+template <class T>
+static __device__ float activate_back_with(int kind, float x, float d, float scale, float shift) {
+    switch (kind) {
+    case DT_ACT_AFFINE: return d * scale;
+    case DT_ACT_POW: return scale == 0 ? 0 : d * (scale * power(x, scale - 1));
+    case DT_ACT_CLAMP: return x > scale && x < shift ? d : 0;
+    }
+    return activate_back<T>(kind, x, d);
 }
 
 /* Calls f(constant<kind>()), so that f knows the activation at compile time. The kernel then
@@ -1222,12 +1297,16 @@ template <class F> static __device__ void with_activation(int kind, F f) {
     case DT_ACT_TANH: return f(constant<DT_ACT_TANH>());
     case DT_ACT_EXP: return f(constant<DT_ACT_EXP>());
     case DT_ACT_LN: return f(constant<DT_ACT_LN>());
+    case DT_ACT_SIGMOID: return f(constant<DT_ACT_SIGMOID>());
+    case DT_ACT_SOFTPLUS: return f(constant<DT_ACT_SOFTPLUS>());
+    case DT_ACT_SQRT: return f(constant<DT_ACT_SQRT>());
+    case DT_ACT_ABS: return f(constant<DT_ACT_ABS>());
     case DT_ACT_AFFINE: return f(constant<DT_ACT_AFFINE>());
+    case DT_ACT_POW: return f(constant<DT_ACT_POW>());
+    case DT_ACT_CLAMP: return f(constant<DT_ACT_CLAMP>());
     }
     f(constant<DT_ACT_NONE>());
 }
-
-static bool is_activation(int kind) { return kind >= 0 && kind < DT_ACTS; }
 
 template <class T> DTK_KERNEL __launch_bounds__(BLOCK) unary_kernel(dt_unary_args a) {
     float scale = (float)a.scale, shift = (float)a.shift;
@@ -1236,14 +1315,14 @@ template <class T> DTK_KERNEL __launch_bounds__(BLOCK) unary_kernel(dt_unary_arg
         vec<float, N> x = load_floats<N>((const T *)a.in + i);
         with_activation(a.act, [&](auto kind) {
             for (int k = 0; k < N; k++)
-                x.v[k] = activate<T>(decltype(kind)::N, x.v[k], scale, shift);
+                x.v[k] = activate_with<T>(decltype(kind)::N, x.v[k], scale, shift);
         });
         store_floats((T *)a.out + i, x);
     });
 }
 
 template <class T> static dt_status unary(const dt_unary_args *a, void *stream) {
-    if (!is_activation(a->act)) return DT_ERR_ARG;
+    if (a->act < 0 || a->act >= DT_ACTS) return DT_ERR_ARG;
     DTK_LAUNCH(unary_kernel<T>, a->count, BLOCK * vec<T>::N, stream, *a);
     return launch_status();
 }
@@ -1251,21 +1330,21 @@ DTK_TABLE_ENTRY(unary)
 
 /* a.in may be NULL if the activation's derivative does not depend on the input. */
 template <class T> DTK_KERNEL __launch_bounds__(BLOCK) unary_back_kernel(dt_unary_back_args a) {
-    float scale = (float)a.scale;
+    float scale = (float)a.scale, shift = (float)a.shift;
     for_each_vec<vec<T>::N>(a.count, aligned16(a.dx, a.dout, a.in), [&](size_t i, auto width) {
         const int N = decltype(width)::N;
         vec<float, N> d = load_floats<N>((const T *)a.dout + i), x = { { 0 } };
         if (a.in) x = load_floats<N>((const T *)a.in + i);
         with_activation(a.act, [&](auto kind) {
             for (int k = 0; k < N; k++)
-                d.v[k] = activate_back<T>(decltype(kind)::N, x.v[k], d.v[k], scale);
+                d.v[k] = activate_back_with<T>(decltype(kind)::N, x.v[k], d.v[k], scale, shift);
         });
         store_floats((T *)a.dx + i, d, a.accumulate);
     });
 }
 
 template <class T> static dt_status unary_back(const dt_unary_back_args *a, void *stream) {
-    if (!is_activation(a->act)) return DT_ERR_ARG;
+    if (a->act < 0 || a->act >= DT_ACTS) return DT_ERR_ARG;
     DTK_LAUNCH(unary_back_kernel<T>, a->count, BLOCK * vec<T>::N, stream, *a);
     return launch_status();
 }
@@ -1280,15 +1359,14 @@ template <class T> DTK_KERNEL __launch_bounds__(BLOCK) glu_kernel(dt_glu_args a)
             const T *gates = (const T *)a.in + row * 2 * a.cols + col;
             vec<float, N> gate = load_floats<N>(gates), up = load_floats<N>(gates + a.cols);
             with_activation(a.act, [&](auto kind) {
-                for (int k = 0; k < N; k++)
-                    up.v[k] *= activate<T>(decltype(kind)::N, gate.v[k], 1, 0);
+                for (int k = 0; k < N; k++) up.v[k] *= activate<T>(decltype(kind)::N, gate.v[k]);
             });
             store_floats((T *)a.out + row * a.cols + col, up);
         });
 }
 
 template <class T> static dt_status glu(const dt_glu_args *a, void *stream) {
-    if (!is_activation(a->act)) return DT_ERR_ARG;
+    if (a->act < 0 || a->act >= DT_ACT_AFFINE) return DT_ERR_ARG;
     DTK_LAUNCH(glu_kernel<T>, a->rows * a->cols, BLOCK * vec<T>::N, stream, *a);
     return launch_status();
 }
@@ -1304,8 +1382,8 @@ template <class T> DTK_KERNEL __launch_bounds__(BLOCK) glu_back_kernel(dt_glu_ba
             vec<float, N> d = load_floats<N>((const T *)a.dout + row * a.cols + col);
             with_activation(a.act, [&](auto kind) {
                 for (int k = 0; k < N; k++) {
-                    up.v[k] = activate_back<T>(decltype(kind)::N, gate.v[k], d.v[k] * up.v[k], 1);
-                    gate.v[k] = activate<T>(decltype(kind)::N, gate.v[k], 1, 0) * d.v[k];
+                    up.v[k] = activate_back<T>(decltype(kind)::N, gate.v[k], d.v[k] * up.v[k]);
+                    gate.v[k] = activate<T>(decltype(kind)::N, gate.v[k]) * d.v[k];
                 }
             });
             store_floats((T *)a.dx + at, up, a.accumulate);
@@ -1314,7 +1392,7 @@ template <class T> DTK_KERNEL __launch_bounds__(BLOCK) glu_back_kernel(dt_glu_ba
 }
 
 template <class T> static dt_status glu_back(const dt_glu_back_args *a, void *stream) {
-    if (!is_activation(a->act)) return DT_ERR_ARG;
+    if (a->act < 0 || a->act >= DT_ACT_AFFINE) return DT_ERR_ARG;
     DTK_LAUNCH(glu_back_kernel<T>, a->rows * a->cols, BLOCK * vec<T>::N, stream, *a);
     return launch_status();
 }
@@ -1442,7 +1520,7 @@ static dt_status cuda_cast(const dt_cast_args *a, void *stream) {
     return DT_ERR_UNSUPPORTED;
 }
 
-// ==== 8. Sums over a dimension ==================================================================
+// ==== 8. Sums over a dimension; patches of images ===============================================
 
 /* A sum over many rows of few columns has too few outputs to fill a GPU. So it takes two launches
    if the caller provides scratch memory:
@@ -1640,6 +1718,94 @@ template <class T> static dt_status sum(const dt_sum_args *a, void *stream) {
     return launch_status();
 }
 DTK_TABLE_ENTRY(sum)
+
+/* Each thread adds one column of n elements in order. The kernel is slow if inner is 1 and n is
+   large: a row then keeps one thread busy, because splitting it would change the order. */
+template <class T> DTK_KERNEL __launch_bounds__(BLOCK) cumsum_kernel(dt_cumsum_args a) {
+    for (size_t i = grid_first(1); i < a.outer * a.inner; i += grid_step(1)) {
+        size_t first = i / a.inner * a.n * a.inner + i % a.inner;
+        float sum = 0;
+        for (size_t l = 0; l < a.n; l++) {
+            size_t at = first + (a.reverse ? a.n - 1 - l : l) * a.inner;
+            sum += widen(((const T *)a.in)[at]);
+            store_float((T *)a.out + at, sum, a.accumulate);
+        }
+    }
+}
+
+template <class T> static dt_status cumsum(const dt_cumsum_args *a, void *stream) {
+    DTK_LAUNCH(cumsum_kernel<T>, a->outer * a->inner, BLOCK, stream, *a);
+    return launch_status();
+}
+DTK_TABLE_ENTRY(cumsum)
+
+/* im2col and col2im. A thread computes N channels of one element of a window, or of one pixel; the
+   formulas are those of the CPU's kernels. */
+template <class T>
+DTK_KERNEL __launch_bounds__(BLOCK) patches_kernel(dt_patches_args a, size_t rows) {
+    dt_window w = a.window;
+    for_each_in_rows<vec<T>::N>(
+        rows, (size_t)w.channels, aligned16(a.out, a.in), [&](size_t row, size_t col, auto width) {
+            const int N = decltype(width)::N;
+            int64_t each = w.kernel[0] * w.kernel[1], at = (int64_t)row / each,
+                    k = (int64_t)row - at * each, line = at / w.out[1], image = line / w.out[0];
+            int64_t y = (line - image * w.out[0]) * w.stride[0] - w.padding[0] +
+                        k / w.kernel[1] * w.dilation[0],
+                    x = (at - line * w.out[1]) * w.stride[1] - w.padding[1] +
+                        k % w.kernel[1] * w.dilation[1];
+            vec<float, N> value;
+            for (int i = 0; i < N; i++) value.v[i] = (float)a.pad_value;
+            if (y >= 0 && y < w.in[0] && x >= 0 && x < w.in[1])
+                value = load_floats<N>((const T *)a.in +
+                                       ((image * w.in[0] + y) * w.in[1] + x) * w.channels +
+                                       (int64_t)col);
+            store_floats((T *)a.out + row * (size_t)w.channels + col, value);
+        });
+}
+
+template <class T> static dt_status patches(const dt_patches_args *a, void *stream) {
+    const dt_window *w = &a->window;
+    size_t rows = (size_t)(w->batch * w->out[0] * w->out[1] * w->kernel[0] * w->kernel[1]);
+    DTK_LAUNCH(patches_kernel<T>, rows * (size_t)w->channels, BLOCK * vec<T>::N, stream, *a, rows);
+    return launch_status();
+}
+DTK_TABLE_ENTRY(patches)
+
+template <class T>
+DTK_KERNEL __launch_bounds__(BLOCK) patches_back_kernel(dt_patches_back_args a, size_t pixels) {
+    dt_window w = a.window;
+    for_each_in_rows<vec<T>::N>(pixels, (size_t)w.channels, aligned16(a.dx, a.dout),
+        [&](size_t pixel, size_t col, auto width) {
+            const int N = decltype(width)::N;
+            int64_t line = (int64_t)pixel / w.in[1], image = line / w.in[0],
+                    each = w.kernel[0] * w.kernel[1], y0 = line - image * w.in[0] + w.padding[0],
+                    x0 = (int64_t)pixel - line * w.in[1] + w.padding[1];
+            vec<float, N> sum;
+            for (int i = 0; i < N; i++) sum.v[i] = 0;
+            for (int64_t k = 0; k < each; k++) {
+                int64_t y = y0 - k / w.kernel[1] * w.dilation[0],
+                        x = x0 - k % w.kernel[1] * w.dilation[1];
+                if (y < 0 || x < 0 || y % w.stride[0] || x % w.stride[1]) continue;
+                y /= w.stride[0];
+                x /= w.stride[1];
+                if (y >= w.out[0] || x >= w.out[1]) continue;
+                int64_t from = ((image * w.out[0] + y) * w.out[1] + x) * each + k;
+                vec<float, N> d =
+                    load_floats<N>((const T *)a.dout + from * w.channels + (int64_t)col);
+                for (int i = 0; i < N; i++) sum.v[i] += d.v[i];
+            }
+            store_floats((T *)a.dx + pixel * (size_t)w.channels + col, sum, a.accumulate);
+        });
+}
+
+template <class T> static dt_status patches_back(const dt_patches_back_args *a, void *stream) {
+    const dt_window *w = &a->window;
+    size_t pixels = (size_t)(w->batch * w->in[0] * w->in[1]);
+    DTK_LAUNCH(patches_back_kernel<T>, pixels * (size_t)w->channels, BLOCK * vec<T>::N, stream, *a,
+        pixels);
+    return launch_status();
+}
+DTK_TABLE_ENTRY(patches_back)
 
 // ==== 9. Checked indices: max, top-k, scatter ===================================================
 
@@ -2809,17 +2975,25 @@ static dt_status cross_entropy_back(const dt_cross_entropy_back_args *args, void
 }
 DTK_TABLE_ENTRY(cross_entropy_back)
 
-/* Mean squared error. The kernel runs in one block, because it has no scratch memory for partial
-   sums. So it is fast enough for the outputs of a model, but not for arrays as large as a model's
-   weights. */
-template <class T> DTK_KERNEL __launch_bounds__(TOTAL_THREADS, 1) mse_kernel(dt_mse_args a) {
+/* Returns max(x,0) - x y + ln(1 + e^-|x|), without cancellation where y is 0 or 1. */
+static __device__ float bce(float x, float y) {
+    return (x > 0 ? x * (1 - y) : -x * y) + log1p_exp(x);
+}
+
+/* Squared error and binary cross-entropy. The kernel runs in one block, because it has no scratch
+   memory for partial sums. So it is fast enough for the outputs of a model, but not for arrays as
+   large as a model's weights. */
+template <class T>
+DTK_KERNEL __launch_bounds__(TOTAL_THREADS, 1) pair_loss_kernel(dt_pair_loss_args a) {
     const T *x = (const T *)a.a, *y = (const T *)a.b;
     double total = 0;
     auto add = [&](size_t i, auto width) {
         const int N = decltype(width)::N;
         vec<float, N> u = load_floats<N>(x + i), v = load_floats<N>(y + i);
-        for (int k = 0; k < N; k++)
-            total += ((double)u.v[k] - (double)v.v[k]) * ((double)u.v[k] - (double)v.v[k]);
+        for (int k = 0; k < N; k++) {
+            double difference = (double)u.v[k] - (double)v.v[k];
+            total += a.kind == DT_PAIR_BCE ? bce(u.v[k], v.v[k]) : difference * difference;
+        }
     };
     if ((uintptr_t)x % 16 == (uintptr_t)y % 16)
         for_each_in_range<vec<T>::N, TOTAL_THREADS>(x, a.count, add);
@@ -2829,28 +3003,34 @@ template <class T> DTK_KERNEL __launch_bounds__(TOTAL_THREADS, 1) mse_kernel(dt_
     if (threadIdx.x == 0) *a.loss = total / a.denominator;
 }
 
-template <class T> static dt_status mse(const dt_mse_args *a, void *stream) {
-    DT_LAUNCH(mse_kernel<T>, 1, TOTAL_THREADS, 0, stream_of(stream), *a);
+template <class T> static dt_status pair_loss(const dt_pair_loss_args *a, void *stream) {
+    if (a->kind != DT_PAIR_SQUARE && a->kind != DT_PAIR_BCE) return DT_ERR_ARG;
+    DT_LAUNCH(pair_loss_kernel<T>, 1, TOTAL_THREADS, 0, stream_of(stream), *a);
     return launch_status();
 }
-DTK_TABLE_ENTRY(mse)
+DTK_TABLE_ENTRY(pair_loss)
 
-template <class T> DTK_KERNEL __launch_bounds__(BLOCK) mse_back_kernel(dt_mse_back_args a) {
+template <class T>
+DTK_KERNEL __launch_bounds__(BLOCK) pair_loss_back_kernel(dt_pair_loss_back_args a) {
     float factor = (float)(*a.upstream * a.scale);
     for_each_vec<vec<T>::N>(a.count, aligned16(a.da, a.a, a.b), [&](size_t i, auto width) {
         const int N = decltype(width)::N;
         vec<float, N> x = load_floats<N>((const T *)a.a + i),
                       y = load_floats<N>((const T *)a.b + i);
-        for (int k = 0; k < N; k++) x.v[k] = factor * (x.v[k] - y.v[k]);
+        for (int k = 0; k < N; k++)
+            x.v[k] = factor * (a.kind == DT_PAIR_SQUARE   ? x.v[k] - y.v[k]
+                                  : a.kind == DT_PAIR_BCE ? sigmoid_as<T>(x.v[k]) - y.v[k]
+                                                          : -y.v[k]);
         store_floats((T *)a.da + i, x, a.accumulate);
     });
 }
 
-template <class T> static dt_status mse_back(const dt_mse_back_args *a, void *stream) {
-    DTK_LAUNCH(mse_back_kernel<T>, a->count, BLOCK * vec<T>::N, stream, *a);
+template <class T> static dt_status pair_loss_back(const dt_pair_loss_back_args *a, void *stream) {
+    if (a->kind < DT_PAIR_SQUARE || a->kind > DT_PAIR_BCE_TARGET) return DT_ERR_ARG;
+    DTK_LAUNCH(pair_loss_back_kernel<T>, a->count, BLOCK * vec<T>::N, stream, *a);
     return launch_status();
 }
-DTK_TABLE_ENTRY(mse_back)
+DTK_TABLE_ENTRY(pair_loss_back)
 
 // ==== 14. Norm and optimizers ===================================================================
 
@@ -3688,10 +3868,10 @@ template <class T>
 static __device__ void apply_epilogue(const dt_matmul_args &a, int64_t at, int64_t j, float v) {
     if (a.bias) v += widen(((const T *)a.bias)[j]);
     if (a.activation_backward) {
-        v = activate_back(a.activation, widen(((const T *)a.pre_activation)[at]), v, 1);
+        v = activate_back(a.activation, widen(((const T *)a.pre_activation)[at]), v);
     } else {
         if (a.pre_activation) round_to((T *)a.pre_activation + at, v);
-        v = activate(a.activation, v, 1, 0);
+        v = activate(a.activation, v);
     }
     if (a.residual) v += widen(((const T *)a.residual)[at]);
     store_as<T>(a.c, a.wide, at, v, a.accumulate);
@@ -5582,8 +5762,12 @@ extern "C" const dt_kernels *dt_kernels_cuda(void) {
         .permute = cuda_permute,
         .init = cuda_init,
         .sum = cuda_sum,
+        .cumsum = cuda_cumsum,
+        .patches = cuda_patches,
+        .patches_back = cuda_patches_back,
         .max = cuda_max,
         .binary = cuda_binary,
+        .where = cuda_where,
         .unary = cuda_unary,
         .unary_back = cuda_unary_back,
         .glu = cuda_glu,
@@ -5605,8 +5789,8 @@ extern "C" const dt_kernels *dt_kernels_cuda(void) {
         .cross_entropy = cuda_cross_entropy,
         .cross_entropy_merge = cuda_cross_entropy_merge,
         .cross_entropy_back = cuda_cross_entropy_back,
-        .mse = cuda_mse,
-        .mse_back = cuda_mse_back,
+        .pair_loss = cuda_pair_loss,
+        .pair_loss_back = cuda_pair_loss_back,
         .adamw = cuda_adamw,
         .sgd = cuda_sgd,
         .momentum = cuda_momentum,

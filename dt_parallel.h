@@ -497,7 +497,7 @@ DT_API dt_routing *dt_route(dt_tensor *x, dt_tensor *w, dt_route_desc desc);
 DT_API dt_tensor *dt_dispatch(dt_tensor *x, dt_routing *routing, dt_comm *ep);
 
 typedef struct dt_expert_desc {
-    int activation; /* DT_ACT_*, except DT_ACT_AFFINE; 0: none */
+    int activation; /* a DT_ACT_* before DT_ACT_AFFINE; 0: none */
     /* group over which w is sharded along its inputs (row-parallel), or NULL. Only rank 0 of the
        group adds b */
     dt_comm *row_parallel;

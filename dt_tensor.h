@@ -77,8 +77,8 @@
         gradient placement)
      6. Buckets and listeners (gradient bucket, flat parameter, gradient accumulation,
         overlap of communication and computation)
-     7. Ops (linear, grouped linear, embedding, norm, rotary embedding, dropout, attention,
-        cross-entropy)
+     7. Ops (linear, grouped linear, embedding, norm, comparisons, masks, where, one-hot, rotary
+        embedding, dropout, attention, cross-entropy, binary cross-entropy)
      8. Tape and blocks (autograd tape, activation checkpointing (recompute), selective recompute,
         loss scaling, backward in two halves for zero bubble)
      9. Weight files (JSON, safetensors, llm.c)
@@ -92,20 +92,23 @@
     17. Placements: code (sharding propagation: one rule for each op)
     18. Blocks and backward: code (activation checkpointing (recompute), memory under dt_no_grad)
     19. Ops: linear, norms, elementwise functions (forward and backward of each op)
-    20. Ops: arithmetic, sums, shapes
-    21. Ops: rows by index (embedding, gather, scatter, embedding bag)
-    22. Ops: rotary embedding, dropout, attention, losses
-    23. JSON
-    24. Reading and writing files (atomic commit: write, fsync, rename, fsync)
-    25. Weight files: formats and reading (safetensors, llm.c)
-    26. Weight files: parameters and writing
-    27. Arithmetic on the CPU (vectorized exp, ln, tanh)
-    28. Matrix product on the CPU (GEMM: packing, micro-kernel, epilogue)
-    29. CPU kernels: elementwise, rows, norms, once over float and double (rotary embedding)
-    30. CPU kernels: attention (naive attention, flash attention, online softmax, log-sum-exp merge,
+    20. Ops: arithmetic, sums, shapes (broadcasting, minimum, comparisons, where, reductions,
+        argmax, permute)
+    21. Ops: products of activations, cumulative sums, convolution (batched matmul, im2col,
+        pooling, group normalization)
+    22. Ops: rows by index (embedding, gather, scatter, one-hot, embedding bag)
+    23. Ops: rotary embedding, dropout, attention, losses
+    24. JSON
+    25. Reading and writing files (atomic commit: write, fsync, rename, fsync)
+    26. Weight files: formats and reading (safetensors, llm.c)
+    27. Weight files: parameters and writing
+    28. Arithmetic on the CPU (vectorized exp, ln, tanh)
+    29. Matrix product on the CPU (GEMM: packing, micro-kernel, epilogue)
+    30. CPU kernels: elementwise, rows, norms, once over float and double (rotary embedding)
+    31. CPU kernels: attention (naive attention, flash attention, online softmax, log-sum-exp merge,
         grouped-query attention)
-    31. CPU kernels: losses and optimizers (cross-entropy; Adam, 1-bit Adam)
-    32. The CPU kernel table
+    32. CPU kernels: losses and optimizers (cross-entropy; Adam, 1-bit Adam)
+    33. The CPU kernel table
 
    CONTRACT
      Memory     The context owns everything it hands out. Parameters live until dt_ctx_free; other
@@ -197,7 +200,8 @@ typedef enum dt_status {
 /* Element types. Mixed precision: BF16 and F16 are storage types only; kernels widen BF16 and F16
    elements to f32 and compute in f32. F64 is for tests on the CPU. U8 is a byte, and I64 a counter
    or an offset. Integers have no gradients. Functions that copy or convert elements take every
-   type: dt_input, dt_read, dt_write, dt_reshape, dt_slice, dt_concat, dt_transpose, dt_cast, weight
+   type: dt_input, dt_read, dt_write, dt_reshape, dt_slice, dt_select, dt_concat, dt_transpose,
+   dt_permute, dt_broadcast_to, dt_cast, weight
    files and the collectives of dt_comm.h. Parameters and all other ops refuse integers; ids, labels
    and positions are I32. */
 typedef enum dt_dtype { DT_F32 = 0, DT_BF16, DT_F16, DT_F64, DT_I32, DT_U8, DT_I64 } dt_dtype;
@@ -270,10 +274,11 @@ DT_API int64_t dt_count(dt_shape shape);
    only on the array sizes that the kernel's comment names. */
 // clang-format off
 #define DT__FLOAT_KERNELS(X) \
-    X(init) X(sum) X(max) X(binary) X(unary) X(unary_back) X(glu) X(glu_back) X(softmax) \
-    X(softmax_back) X(norm) X(norm_back) X(rope) X(dropout) X(embedding) X(embedding_back) X(topk) \
-    X(scatter) X(matmul) X(attention) X(attention_back) X(square_sums) X(cross_entropy) \
-    X(cross_entropy_merge) X(cross_entropy_back) X(mse) X(mse_back) X(adamw) X(sgd) X(momentum) \
+    X(init) X(sum) X(cumsum) X(patches) X(patches_back) X(max) X(binary) X(where) X(unary) \
+    X(unary_back) X(glu) X(glu_back) X(softmax) X(softmax_back) X(norm) X(norm_back) X(rope) \
+    X(dropout) X(embedding) X(embedding_back) X(topk) X(scatter) X(matmul) X(attention) \
+    X(attention_back) X(square_sums) X(cross_entropy) X(cross_entropy_merge) \
+    X(cross_entropy_back) X(pair_loss) X(pair_loss_back) X(adamw) X(sgd) X(momentum) \
     X(frozen_adam) X(sign_pack) X(sign_unpack)
 // clang-format on
 /* Kernels that exist on the CPU once for each compute type and instruction set. */
@@ -355,6 +360,44 @@ typedef struct dt_sum_args {
     size_t work_bytes;
 } dt_sum_args;
 
+/* out[o,j,i] (+)= sum over l <= j of in[o,l,i], in ascending l; if reverse is 1, the sum over l >=
+   j, in descending l. Both arrays have shape (outer,n,inner). */
+typedef struct dt_cumsum_args {
+    dt_dtype dtype;
+    void *out;
+    const void *in;
+    size_t outer, n, inner;
+    int reverse, accumulate;
+} dt_cumsum_args;
+
+/* A window that slides over the height and width (index 0 and 1 of the arrays) of images. Position
+   o of the window begins at o * stride - padding, and its elements are `dilation` apart. */
+typedef struct dt_window {
+    int64_t batch, in[2], out[2], channels; /* images, their size, number of positions, channels */
+    int64_t kernel[2], stride[2], padding[2], dilation[2];
+} dt_window;
+
+/* im2col. out[b,y,x,k,c] is element k of the window at position (y,x), k = row * kernel[1] +
+   column; pad_value outside of the image. `in` has shape (batch,in,in,channels), `out` has shape
+   (batch,out,out,kernel * kernel,channels). */
+typedef struct dt_patches_args {
+    dt_dtype dtype;
+    void *out;
+    const void *in;
+    dt_window window;
+    double pad_value;
+} dt_patches_args;
+
+/* col2im, the backward of patches. dx of an element (+)= the sum of dout of its copies, in
+   ascending k. */
+typedef struct dt_patches_back_args {
+    dt_dtype dtype;
+    void *dx;
+    const void *dout;
+    dt_window window;
+    int accumulate;
+} dt_patches_back_args;
+
 /* out[o,i] = max over j of in[o,j,i]; index[o,i] = the first j with that value. A NaN is greater
    than all numbers. The scatter kernel is the backward of max. */
 typedef struct dt_max_args {
@@ -365,7 +408,10 @@ typedef struct dt_max_args {
     size_t outer, n, inner;
 } dt_max_args;
 
-enum { DT_ADD = 0, DT_SUB, DT_MUL, DT_DIV };
+/* A NaN in either input makes MINIMUM and MAXIMUM NaN. The comparisons LESS (a < b), LESS_EQUAL and
+   EQUAL give 1 or 0. STEP is 0 where a < b, 1/2 where a = b, and else 1: the slope of MAXIMUM. */
+enum { DT_ADD = 0, DT_SUB, DT_MUL, DT_DIV, DT_MINIMUM, DT_MAXIMUM };
+enum { DT_LESS = DT_MAXIMUM + 1, DT_LESS_EQUAL, DT_EQUAL, DT_STEP, DT_BINARY_OPS };
 /* out (+)= a op b; `out` is dense and has shape `shape`; a stride of 0 repeats an element of `a` or
    `b` (broadcasting) */
 typedef struct dt_binary_args {
@@ -378,9 +424,22 @@ typedef struct dt_binary_args {
     int accumulate;
 } dt_binary_args;
 
+/* out (+)= a where mask != 0, else b. `out` is dense and has shape `shape`; a stride of 0 repeats
+   an element. a or b may be NULL, which means zeros. */
+typedef struct dt_where_args {
+    dt_dtype dtype; /* also of `mask` */
+    void *out;
+    const void *mask, *a, *b;
+    dt_shape shape;
+    int64_t stride_mask[DT_MAX_DIMS], stride_a[DT_MAX_DIMS], stride_b[DT_MAX_DIMS];
+    int accumulate;
+} dt_where_args;
+
 /* Activation functions. GELU is the tanh form 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), and
    GELU_ERF is x times the normal distribution function (both arXiv:1606.08415). SILU is x / (1 +
-   e^-x). AFFINE is scale * x + shift. */
+   e^-x), SIGMOID 1 / (1 + e^-x) and SOFTPLUS ln(1 + e^x). The functions from AFFINE on have
+   parameters, so only the kernels unary and unary_back serve them: AFFINE is scale * x + shift, POW
+   is x^scale, and CLAMP is x, but at least `scale` and at most `shift`. */
 enum {
     DT_ACT_NONE = 0,
     DT_ACT_GELU,
@@ -390,7 +449,13 @@ enum {
     DT_ACT_TANH,
     DT_ACT_EXP,
     DT_ACT_LN,
+    DT_ACT_SIGMOID,
+    DT_ACT_SOFTPLUS,
+    DT_ACT_SQRT,
+    DT_ACT_ABS,
     DT_ACT_AFFINE,
+    DT_ACT_POW,
+    DT_ACT_CLAMP,
     DT_ACTS
 };
 typedef struct dt_unary_args { /* out[i] = f(in[i]), where f is `act` */
@@ -399,7 +464,7 @@ typedef struct dt_unary_args { /* out[i] = f(in[i]), where f is `act` */
     void *out;
     const void *in;
     size_t count;
-    double scale, shift; /* of DT_ACT_AFFINE */
+    double scale, shift; /* the parameters of DT_ACT_AFFINE, DT_ACT_POW and DT_ACT_CLAMP */
 } dt_unary_args;
 
 typedef struct dt_unary_back_args { /* dx[i] (+)= dout[i] * f'(in[i]), where f is `act` */
@@ -408,12 +473,13 @@ typedef struct dt_unary_back_args { /* dx[i] (+)= dout[i] * f'(in[i]), where f i
     void *dx;
     const void *dout, *in;
     size_t count;
-    double scale;
+    double scale, shift;
     int accumulate;
 } dt_unary_back_args;
 
-/* Gated linear unit: out[r,c] = f(gate) * up, where f is `act`, gate = in[r,0,c] and up =
-   in[r,1,c]. `in` has shape (rows,2,cols), `out` has shape (rows,cols). */
+/* Gated linear unit: out[r,c] = f(gate) * up, where f is `act`, a DT_ACT_* before DT_ACT_AFFINE,
+   gate = in[r,0,c] and up = in[r,1,c]. `in` has shape (rows,2,cols), `out` has shape
+   (rows,cols). */
 typedef struct dt_glu_args {
     dt_dtype dtype;
     int act;
@@ -573,7 +639,7 @@ typedef struct dt_matmul_args {
     int64_t stride_a, stride_b, stride_c; /* elements from one matrix to the next */
     const void *bias;                     /* (n) of T, or NULL */
     const void *residual;                 /* of c's shape, but always of T; or NULL */
-    int activation;                       /* the DT_ACT_* that is act; not DT_ACT_AFFINE */
+    int activation;                       /* the DT_ACT_* that is act, before DT_ACT_AFFINE */
     /* NULL, or receives A B + bias, before the activation; of c's shape, but always of T */
     void *pre_activation;
     /* 1: computes the backward of the activation instead: c = (A B) * act'(pre_activation) */
@@ -680,25 +746,33 @@ typedef struct dt_cross_entropy_back_args {
     int64_t offset, full_vocab; /* if full_vocab > 0: as in dt_cross_entropy_args */
 } dt_cross_entropy_back_args;
 
-/* *loss = sum of (a - b)^2 / denominator. The sums of pieces of 1,024 elements are added in
-   ascending order. */
-typedef struct dt_mse_args {
+/* Losses of pairs of elements. SQUARE is (a - b)^2. BCE, the binary cross-entropy of the logit a
+   and the target b, is max(a,0) - a b + ln(1 + e^-|a|). BCE_TARGET, only for pair_loss_back, is BCE
+   of the target a and the logit b. */
+enum { DT_PAIR_SQUARE = 0, DT_PAIR_BCE, DT_PAIR_BCE_TARGET };
+/* *loss = sum of the losses of all pairs / denominator. The sums of pieces of 1,024 elements are
+   added in ascending order. */
+typedef struct dt_pair_loss_args {
     dt_dtype dtype;
+    int kind; /* DT_PAIR_SQUARE or DT_PAIR_BCE */
     double *loss;
     const void *a, *b;
     size_t count;
     double denominator;
-} dt_mse_args;
+} dt_pair_loss_args;
 
-typedef struct dt_mse_back_args { /* da[i] (+)= *upstream * scale * (a - b) */
+/* da[i] (+)= *upstream * scale * slope. The slope is a - b for SQUARE, so scale has the factor 2;
+   1 / (1 + e^-a) - b for BCE; and -b for BCE_TARGET. */
+typedef struct dt_pair_loss_back_args {
     dt_dtype dtype;
+    int kind; /* a DT_PAIR_* */
     void *da;
     const void *a, *b;
     size_t count;
     const double *upstream;
     double scale;
     int accumulate;
-} dt_mse_back_args;
+} dt_pair_loss_back_args;
 
 /* Number of elements in one piece of a gradient norm: kernels compute one sum of squares per piece,
    and ranks exchange these sums. */
@@ -1495,7 +1569,7 @@ DT_API void dt_micro(dt_ctx *ctx, int index, int count);
    Mixed precision: bf16 and f16 ops compute in f32 and round once. */
 
 typedef struct dt_linear_desc {
-    int activation;      /* DT_ACT_* except DT_ACT_AFFINE, applied to x w^T + b; 0: none */
+    int activation;      /* a DT_ACT_* before DT_ACT_AFFINE, applied to x w^T + b; 0: none */
     dt_tensor *residual; /* of the result's shape, added last; NULL: none */
 } dt_linear_desc;
 /* x (..,I), w (O..,I), b (O..) or NULL -> (..,O..): x w^T + b. w may have several output
@@ -1510,6 +1584,43 @@ DT_API dt_tensor *dt_linear_at(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_line
    the counts do not sum to x's number of rows. */
 DT_API dt_tensor *dt_grouped_linear(
     dt_tensor *x, dt_tensor *w, dt_tensor *b, const int64_t *rows, dt_linear_desc desc);
+typedef struct dt_matmul_desc {
+    int trans_a, trans_b; /* 1: a is (..,K,M), b is (..,N,K) */
+} dt_matmul_desc;
+/* Batched product of activations. a (..,M,K), b (..,K,N) -> (..,M,N): a b for each index of the
+   leading dimensions, which are equal; or one operand has only two dimensions, and every product
+   reads it. The gradient of such an operand is the sum over the products: over the rows of all of
+   them at once if b is shared and a is not transposed, otherwise product by product, in ascending
+   order, in f32 for 16-bit types. */
+DT_API dt_tensor *dt_matmul(dt_tensor *a, dt_tensor *b, dt_matmul_desc desc);
+/* A window that slides over the height and width (index 0 and 1) of images (B,H,W,C); features are
+   last, as everywhere in dt. The result has (size + 2 padding - dilation (kernel - 1) - 1) / stride
+   + 1 positions along each, rounded down. */
+typedef struct dt_window_desc {
+    int kernel[2];   /* size of the window; a convolution reads it from w instead */
+    int stride[2];   /* step from one position to the next; 0: 1, in pooling the kernel */
+    int padding[2];  /* elements before and behind the image */
+    int dilation[2]; /* distance of the window's elements; 0: 1 */
+} dt_window_desc;
+/* im2col (PyTorch: unfold). x (B,H,W,C) -> (B,OH,OW,KH*KW,C): the elements of the window at each
+   position, pad_value outside of the image. The backward is col2im. */
+DT_API dt_tensor *dt_patches(dt_tensor *x, dt_window_desc desc, double pad_value);
+/* Convolution (cross-correlation, as in PyTorch) as im2col and a GEMM. x (B,H,W,C), w (O,KH,KW,C),
+   b (O) or NULL -> (B,OH,OW,O). The patches stay in memory until the backward: KH * KW times as
+   many elements as x at stride 1. dt_conv1d: x (B,W,C), w (O,K,C) -> (B,OW,O); it reads index 0 of
+   desc. */
+DT_API dt_tensor *dt_conv2d(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_window_desc desc);
+DT_API dt_tensor *dt_conv1d(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_window_desc desc);
+/* Pooling of x (B,H,W,C) -> (B,OH,OW,C): the maximum or the mean over each window, from its
+   patches. A mean counts the zeros of the padding, as PyTorch's count_include_pad does. The padding
+   is at most half the kernel. */
+DT_API dt_tensor *dt_max_pool2d(dt_tensor *x, dt_window_desc desc);
+DT_API dt_tensor *dt_avg_pool2d(dt_tensor *x, dt_window_desc desc);
+/* Group normalization of x (B,..,C), gain (C) and bias (C): for each index of B, each of `groups`
+   groups of adjacent channels has mean 0 and variance 1 before gain and bias; eps 0 means 1e-5.
+   Computed from dt_layernorm, with several copies of x. arXiv:1803.08494. */
+DT_API dt_tensor *dt_group_norm(
+    dt_tensor *x, int groups, dt_tensor *gain, dt_tensor *bias, double eps);
 /* table (V,C), ids (..) i32 -> (..,C): row ids[i] of the table for each id. An id outside the full
    table fails. If the table is sharded along V, ids whose rows other ranks hold give zeros, so the
    results of the group's ranks are partial sums (DT_PARTIAL). */
@@ -1524,7 +1635,9 @@ DT_API dt_tensor *dt_rmsnorm(dt_tensor *x, dt_tensor *gain, double eps);
 DT_API dt_tensor *dt_softmax(dt_tensor *x);
 
 /* Element-wise functions. dt_gelu is the tanh form and dt_gelu_erf the exact form
-   (arXiv:1606.08415); dt_silu is x / (1 + e^-x). */
+   (arXiv:1606.08415); dt_silu is x / (1 + e^-x), dt_sigmoid 1 / (1 + e^-x) and dt_softplus
+   ln(1 + e^x). As in PyTorch, the gradient of dt_abs is 0 at 0, and that of dt_sqrt is infinite
+   there. */
 DT_API dt_tensor *dt_gelu(dt_tensor *x);
 DT_API dt_tensor *dt_gelu_erf(dt_tensor *x);
 DT_API dt_tensor *dt_silu(dt_tensor *x);
@@ -1532,6 +1645,17 @@ DT_API dt_tensor *dt_relu(dt_tensor *x);
 DT_API dt_tensor *dt_tanh(dt_tensor *x);
 DT_API dt_tensor *dt_exp(dt_tensor *x);
 DT_API dt_tensor *dt_ln(dt_tensor *x);
+DT_API dt_tensor *dt_sigmoid(dt_tensor *x);
+DT_API dt_tensor *dt_softplus(dt_tensor *x);
+DT_API dt_tensor *dt_sqrt(dt_tensor *x);
+DT_API dt_tensor *dt_abs(dt_tensor *x);
+/* x^exponent; NaN if x is negative and the exponent is no integer. */
+DT_API dt_tensor *dt_pow(dt_tensor *x, double exponent);
+/* x, but at least `low` and at most `high`; either may be infinite. A NaN stays a NaN. The gradient
+   passes where low < x < high: at the bounds it is 0, like that of dt_relu at 0 and as in recent
+   releases of PyTorch; before mid-2026 it passed there. Fails with DT_ERR_ARG unless low <= high.
+   */
+DT_API dt_tensor *dt_clamp(dt_tensor *x, double low, double high);
 /* scale * x + shift */
 DT_API dt_tensor *dt_affine(dt_tensor *x, double scale, double shift);
 /* x (..,2,F) -> (..,F): silu(gate) * up, where gate is x[..,0,:] and up is x[..,1,:].
@@ -1544,25 +1668,66 @@ DT_API dt_tensor *dt_add(dt_tensor *a, dt_tensor *b);
 DT_API dt_tensor *dt_sub(dt_tensor *a, dt_tensor *b);
 DT_API dt_tensor *dt_mul(dt_tensor *a, dt_tensor *b);
 DT_API dt_tensor *dt_div(dt_tensor *a, dt_tensor *b);
+/* The smaller or greater of a and b, with broadcasting. As in PyTorch, a NaN in either makes the
+   result NaN, and each of two equal elements gets half of the gradient. */
+DT_API dt_tensor *dt_minimum(dt_tensor *a, dt_tensor *b);
+DT_API dt_tensor *dt_maximum(dt_tensor *a, dt_tensor *b);
+/* Masks: 1 where a < b, a <= b or a = b, else 0, in the type of a and b, with broadcasting. A
+   comparison with a NaN gives 0. No gradient passes. For integers compare their casts: a cast to
+   f32 is exact up to 2^24. */
+DT_API dt_tensor *dt_less(dt_tensor *a, dt_tensor *b);
+DT_API dt_tensor *dt_less_equal(dt_tensor *a, dt_tensor *b);
+DT_API dt_tensor *dt_equal(dt_tensor *a, dt_tensor *b);
+/* a where mask != 0, else b, with broadcasting of all three. The mask has the type of a and b. The
+   gradient passes only to the chosen element, so a NaN in the other does no harm; none passes to
+   the mask. */
+DT_API dt_tensor *dt_where(dt_tensor *mask, dt_tensor *a, dt_tensor *b);
+/* `value` where mask != 0, else x, with broadcasting. */
+DT_API dt_tensor *dt_masked_fill(dt_tensor *x, dt_tensor *mask, double value);
 
 enum { DT_ALL = -100 }; /* passed as `dim`: reduces all dimensions to a scalar */
-/* Sum, mean or maximum over dimension `dim` (counted from 0), which the result does not have. The
-   gradient of dt_max_over goes to the first of equal elements. As in PyTorch, the maximum of
-   elements with a NaN is NaN, and the gradient goes to the first NaN. */
+/* Sum, mean or maximum over dimension `dim`, which the result does not have. In every op a
+   dimension is counted from 0, or, if negative, from the end: -1 is the last. The gradient of
+   dt_max_over goes to the first of equal elements. As in PyTorch, the maximum of elements with a
+   NaN is NaN, and the gradient goes to the first NaN. */
 DT_API dt_tensor *dt_sum_over(dt_tensor *x, int dim);
 DT_API dt_tensor *dt_mean_over(dt_tensor *x, int dim);
 DT_API dt_tensor *dt_max_over(dt_tensor *x, int dim);
+/* The index, i32, of the element that dt_max_over chooses: its position along `dim`, or for DT_ALL
+   its position in x. */
+DT_API dt_tensor *dt_argmax(dt_tensor *x, int dim);
 
-/* Returns x with another shape that has the same number of elements. The result is a view; nothing
-   is copied. */
+typedef struct dt_reduce_desc {
+    int dims[DT_MAX_DIMS]; /* the dimensions to reduce, in any order, each once */
+    int n;                 /* number of `dims`; 0: all dimensions of x */
+    int keepdim;           /* 1: the result keeps these dimensions, with size 1 */
+} dt_reduce_desc;
+/* Sum, mean or maximum over several dimensions, in the row-major order of x. Each result is rounded
+   once. Dimensions that are not adjacent are first moved behind the others, in a copy of x. */
+DT_API dt_tensor *dt_sum_dims(dt_tensor *x, dt_reduce_desc desc);
+DT_API dt_tensor *dt_mean_dims(dt_tensor *x, dt_reduce_desc desc);
+DT_API dt_tensor *dt_max_dims(dt_tensor *x, dt_reduce_desc desc);
+/* Cumulative sum: element j along dimension `dim` is the sum of the elements 0 .. j, added in
+   ascending order. Has x's shape. */
+DT_API dt_tensor *dt_cumsum(dt_tensor *x, int dim);
+
+/* Returns x with another shape that has the same number of elements. One size may be -1: it becomes
+   the size that gives this number. The result is a view; nothing is copied. */
 DT_API dt_tensor *dt_reshape(dt_tensor *x, dt_shape shape);
-/* dt_slice returns indices first .. first + count - 1 of dimension `dim`. dt_concat joins n
-   tensors, at most 8, along dimension `dim`. If all n tensors are NULL, dt_concat only returns
-   NULL: without a tensor it has no context in which to record an error. dt_transpose exchanges two
-   dimensions. */
+/* dt_slice returns indices first .. first + count - 1 of dimension `dim`. dt_select returns index
+   `index` of dimension `dim`, which the result does not have; -1 is the last index. dt_concat joins
+   n tensors, at most 8, along dimension `dim`. If all n tensors are NULL, dt_concat only returns
+   NULL: without a tensor it has no context in which to record an error. */
 DT_API dt_tensor *dt_slice(dt_tensor *x, int dim, int64_t first, int64_t count);
+DT_API dt_tensor *dt_select(dt_tensor *x, int dim, int64_t index);
 DT_API dt_tensor *dt_concat(dt_tensor *const *x, int n, int dim);
+/* dt_permute: dimension i of the result is dimension order[i] of x; `order` has an entry for each
+   dimension. dt_transpose exchanges two dimensions. Both copy x. */
+DT_API dt_tensor *dt_permute(dt_tensor *x, const int *order);
 DT_API dt_tensor *dt_transpose(dt_tensor *x, int dim_a, int dim_b);
+/* Repeats x to `shape`: shapes are aligned at their ends, and a dimension of x that is 1 or missing
+   repeats. The backward sums over the repetitions. */
+DT_API dt_tensor *dt_broadcast_to(dt_tensor *x, dt_shape shape);
 /* Converts x to another element type. No gradient passes through a cast to or from an integer
    type. */
 DT_API dt_tensor *dt_cast(dt_tensor *x, dt_dtype dtype);
@@ -1582,6 +1747,10 @@ DT_API dt_tensor *dt_embedding_bag(dt_tensor *x, dt_tensor *rows, dt_tensor *wei
    the one with the lowest index comes first. As in PyTorch, NaNs come before all numbers. *index
    receives the indices (..,k), i32. */
 DT_API dt_tensor *dt_topk(dt_tensor *x, int k, dt_tensor **index);
+
+/* ids (..) i32 -> (..,classes) of a floating-point type: 1 at column ids[..], 0 in the others. An
+   id outside 0 .. classes - 1 fails. */
+DT_API dt_tensor *dt_one_hot(dt_tensor *ids, int64_t classes, dt_dtype dtype);
 
 typedef struct dt_rope_desc {
     double theta; /* 0 means 10000 */
@@ -1657,6 +1826,10 @@ DT_API dt_tensor *dt_linear_cross_entropy(
     dt_tensor *x, dt_tensor *w, dt_tensor *labels, double denominator, dt_loss_desc desc);
 /* The sum of (a - b)^2 over all elements, divided by denominator, as an f64 scalar. */
 DT_API dt_tensor *dt_mse(dt_tensor *a, dt_tensor *b, double denominator);
+/* Binary cross-entropy with logits: the sum over all elements of -t ln p - (1 - t) ln(1 - p), where
+   p = sigmoid(logit) and t is the target, divided by denominator, as an f64 scalar. Logits and
+   targets have one shape and type. The result is exact for large logits too. */
+DT_API dt_tensor *dt_bce_with_logits(dt_tensor *logits, dt_tensor *targets, double denominator);
 /* Attaches an auxiliary loss to x: returns x; the backward also adds the gradient of weight *
    scalar, even if the main loss is on another rank. */
 DT_API dt_tensor *dt_loss(dt_tensor *x, dt_tensor *scalar, double weight);
@@ -4859,30 +5032,51 @@ typedef struct dt__rule {
     unsigned addends;   /* bit i is 1: input i is added to the product of the other inputs */
     int broadcast;      /* 1: an input with fewer dimensions is aligned at the end */
     int activation;     /* 1: a nonlinear function follows the product */
+    unsigned constants; /* bit i is 1: no gradient passes to input i */
     const char *whole;  /* another way to compute along a sharded dimension marked ! */
 } dt__rule;
 
 /* The sharding rules of all ops; dt_reshape has dt__reshape_placed. FUNCTION: dt_gelu, dt_exp, ..;
-   SCALE: dt_affine without shift, dt_cast; LAST: dt_softmax, dt_topk. TABLE: an embedding whose
-   table is a parameter, so ids whose rows other ranks hold give zeros. DROPOUT_ROWS: each rank
-   numbers its own rows. EXCHANGE: dt_all_to_all_rows. */
+   SCALE: dt_affine without shift, dt_cast; MAXIMUM: dt_minimum too; COMPARE: dt_less, ..; MAX:
+   dt_argmax too; *_KEEPDIM: the op keeps the dimension ^, with size 1; SLICE: also dt_cumsum;
+   PERMUTE: before dt__propagate_permute; LAST: dt_softmax, dt_topk; ADD: also dt_broadcast_to;
+   MATMUL_NT: b is transposed (N: not, T: yes). PATCHES_PADDED: with a pad_value that is not 0.
+   TABLE: an embedding whose table is a parameter, so ids whose rows other ranks hold give zeros.
+   DROPOUT_ROWS: each rank numbers its own rows. EXCHANGE: dt_all_to_all_rows. PAIR_LOSS: dt_mse,
+   dt_bce_with_logits. */
 #define DT__SHARDING_RULES(X) \
     X(FUNCTION, ". -> .", .nonlinear = 1) \
     X(SCALE, ". -> .", .nonlinear = 0) \
     X(ADD, ". -> .", .addends = ~0u, .broadcast = 1) \
     X(MUL, ". -> .", .broadcast = 1) \
     X(DIV, ". -> .", .nonlinear = 2, .broadcast = 1) \
+    X(MAXIMUM, ". -> .", .nonlinear = ~0u, .broadcast = 1) \
+    X(WHERE, ". -> .", .nonlinear = ~0u, .broadcast = 1, .constants = 1) \
+    X(COMPARE, ". -> .", .nonlinear = ~0u, .broadcast = 1, .constants = ~0u) \
     X(SUM, ".^+* -> .*", .nonlinear = 0) \
+    X(SUM_KEEPDIM, ".^+* -> .^*", .nonlinear = 0) \
     X(MEAN, ".^!* -> .*", .whole = "dt_sum_over gives partial sums") \
+    X(MEAN_KEEPDIM, ".^!* -> .^*", .whole = "dt_sum_dims gives partial sums") \
     X(MAX, ".^!* -> .*", .nonlinear = 1) \
+    X(MAX_KEEPDIM, ".^!* -> .^*", .nonlinear = 1) \
     X(SLICE, ".^!* -> .^*", .nonlinear = 0) \
+    X(SELECT, ".^!* -> .*", .nonlinear = 0) \
     X(CONCAT, ".^!* -> .^*", .addends = ~0u) \
-    X(TRANSPOSE, ".a^b* -> .b^a*", .nonlinear = 0) \
+    X(PERMUTE, ".^ -> .^", .nonlinear = 0) \
     X(LAST, ".c! -> .c", .nonlinear = 1) \
+    X(ONE_HOT, ". -> .c", .nonlinear = 1) \
     X(NORM, ".c!, c!, c! -> .c", .nonlinear = ~0u, .addends = 4) \
     X(GLU, ".t!f -> .f", .nonlinear = 1) \
     X(LINEAR, ".i+, *i+, *, .* -> .*", .addends = 12) \
     X(LINEAR_ACTIVATION, ".i+, *i+, *, .* -> .*", .addends = 12, .activation = 1) \
+    X(MATMUL_NN, ".mk+, .k+n -> .mn", .broadcast = 1) \
+    X(MATMUL_NT, ".mk+, .nk+ -> .mn", .broadcast = 1) \
+    X(MATMUL_TN, ".k+m, .k+n -> .mn", .broadcast = 1) \
+    X(MATMUL_TT, ".k+m, .nk+ -> .mn", .broadcast = 1) \
+    X(PATCHES, "bh!w!c -> byxkc", .nonlinear = 0) \
+    X(PATCHES_PADDED, "bh!w!c -> byxkc", .nonlinear = 1) \
+    X(CONV, "b^!c+, o*!c+, o -> b^o", .addends = 4) \
+    X(GROUP_NORM, "b^!c!, c!, c! -> b^c", .nonlinear = ~0u, .addends = 4) \
     X(GROUPED, ".i+, g~*i+, g~*, .* -> .*", .addends = 12) \
     X(GROUPED_ACTIVATION, ".i+, g~*i+, g~*, .* -> .*", .addends = 12, .activation = 1) \
     X(TABLE, "v+c, . -> .c", .nonlinear = 2) \
@@ -4904,7 +5098,7 @@ typedef struct dt__rule {
     X(LINEAR_LOSS, ".+i!, .+, v!i! ->", .nonlinear = 7, \
         .whole = "dt_vocab_linear_cross_entropy takes a w that is sharded along V") \
     X(VOCAB_LINEAR_LOSS, ".+i!, .+, v&i! ->", .nonlinear = 7) \
-    X(MSE, ".+ ->", .nonlinear = 3)
+    X(PAIR_LOSS, ".+ ->", .nonlinear = 3)
 
 #define DT__RULE_NUMBER(name, text, ...) DT__RULE_##name,
 enum { DT__SHARDING_RULES(DT__RULE_NUMBER) DT__RULES };
@@ -5357,11 +5551,11 @@ __attribute__((noinline)) static int dt__propagate_all(
         c.in[i].t = in[i];
         c.in[i].shape = in[i]->shape;
         c.in[i].linear = !(c.rule->nonlinear >> i & 1);
-        c.in[i].wants_grad = in[i]->needs_grad && !y->ctx->no_grad;
+        c.in[i].wants_grad = in[i]->needs_grad && !y->ctx->no_grad && !(c.rule->constants >> i & 1);
         c.in[i].is_param = owner->param != NULL;
         list.any |= in[i]->placements && in[i]->placements->any;
     }
-    if (c.rule->broadcast) length[0] = y->shape.nd;
+    if (c.rule->broadcast && before < 0) length[0] = y->shape.nd;
     dt__propagation_terms(&c, length);
     int n_groups = dt__groups_of(&c, groups);
     for (int i = 0; i < n_groups; i++) {
@@ -6816,7 +7010,7 @@ dt_tensor *dt_softmax(dt_tensor *x) {
 
 typedef struct dt__unary_saved {
     int act;
-    double scale;
+    double scale, shift;
 } dt__unary_saved;
 
 static dt_status dt__unary_back(dt_node *n) {
@@ -6827,7 +7021,8 @@ static dt_status dt__unary_back(dt_node *n) {
         .dout = n->out->grad,
         .in = x->data,
         .count = (size_t)dt_count(x->shape),
-        .scale = saved->scale };
+        .scale = saved->scale,
+        .shift = saved->shift };
     a.dx = dt_grad_raw(n, 0, &a.accumulate);
     return a.dx ? DT__KERNEL(x->ctx, n->name, unary_back, &a) : dt_error(x->ctx);
 }
@@ -6844,7 +7039,7 @@ static dt_tensor *dt__unary(const char *op, dt_tensor *x, int act, double scale,
         .scale = scale,
         .shift = shift };
     if (DT__OP(op, x, unary, &a) != DT_OK) return NULL;
-    dt__unary_saved saved = { act, scale };
+    dt__unary_saved saved = { act, scale, shift };
     return dt__record_with(
         y, dt__make_record(op, x, NULL, NULL, dt__unary_back, sizeof saved), &saved);
 }
@@ -6856,6 +7051,18 @@ dt_tensor *dt_relu(dt_tensor *x) { return dt__unary("dt_relu", x, DT_ACT_RELU, 1
 dt_tensor *dt_tanh(dt_tensor *x) { return dt__unary("dt_tanh", x, DT_ACT_TANH, 1, 0); }
 dt_tensor *dt_exp(dt_tensor *x) { return dt__unary("dt_exp", x, DT_ACT_EXP, 1, 0); }
 dt_tensor *dt_ln(dt_tensor *x) { return dt__unary("dt_ln", x, DT_ACT_LN, 1, 0); }
+dt_tensor *dt_sigmoid(dt_tensor *x) { return dt__unary("dt_sigmoid", x, DT_ACT_SIGMOID, 1, 0); }
+dt_tensor *dt_softplus(dt_tensor *x) { return dt__unary("dt_softplus", x, DT_ACT_SOFTPLUS, 1, 0); }
+dt_tensor *dt_sqrt(dt_tensor *x) { return dt__unary("dt_sqrt", x, DT_ACT_SQRT, 1, 0); }
+dt_tensor *dt_abs(dt_tensor *x) { return dt__unary("dt_abs", x, DT_ACT_ABS, 1, 0); }
+dt_tensor *dt_pow(dt_tensor *x, double exponent) {
+    return dt__unary("dt_pow", x, DT_ACT_POW, exponent, 0);
+}
+dt_tensor *dt_clamp(dt_tensor *x, double low, double high) {
+    if (!x || low <= high) return dt__unary("dt_clamp", x, DT_ACT_CLAMP, low, high);
+    dt_fail(x->ctx, DT_ERR_ARG, "dt_clamp(%s): low %g must be at most high %g", x->name, low, high);
+    return NULL;
+}
 dt_tensor *dt_affine(dt_tensor *x, double scale, double shift) {
     return dt__unary("dt_affine", x, DT_ACT_AFFINE, scale, shift);
 }
@@ -6893,6 +7100,19 @@ dt_tensor *dt_swiglu(dt_tensor *x) {
 }
 
 // ==== 20. Ops: arithmetic, sums, shapes =========================================================
+
+/* Splits one scratch allocation into n buffers; buffer i has bytes[i] bytes, rounded up to a
+   multiple of 64. Returns 1, or 0 on failure. */
+static int dt__split_scratch(dt_ctx *ctx, const size_t *bytes, char **buffers, int n) {
+    size_t all = 64, at = 0;
+    for (int i = 0; i < n; i++) all += (bytes[i] + 63) / 64 * 64;
+    char *p = (char *)dt_scratch(ctx, all);
+    for (int i = 0; i < n; i++) {
+        buffers[i] = p ? p + at : NULL;
+        at += (bytes[i] + 63) / 64 * 64;
+    }
+    return p != NULL;
+}
 
 /* Broadcasting. *out receives the shape of the result of an elementwise op on tensors of shapes `a`
    and b. stride_a and stride_b receive the strides of these tensors along the dimensions of *out.
@@ -6958,17 +7178,17 @@ static dt_status dt__sum_to(
     }
 }
 
-/* The backward of dt_add, dt_sub, dt_mul and dt_div. Uses d(a+b) = da + db, d(ab) = b da + a db and
-   d(a/b) = da / b - (a/b) db / b. */
+/* The backward of dt_add, dt_sub, dt_mul, dt_div, dt_minimum and dt_maximum. Uses d(a+b) = da + db,
+   d(ab) = b da + a db, d(a/b) = da / b - (a/b) db / b and d max(a,b) = step(a,b) da + step(b,a) db,
+   where step is DT_STEP; min(a,b) has the steps exchanged. */
 static dt_status dt__binary_back(dt_node *n) {
     dt_tensor *out = n->out, *b = n->in[1];
     dt_ctx *ctx = out->ctx;
-    int op = *(const int *)n->saved;
-    size_t bytes = dt__bytes(out);
-    char *work = (char *)dt_scratch(ctx, 3 * (bytes + 64));
-    if (!work) return dt_error(ctx);
-    void *term = work,
-         *buffers[2] = { work + (bytes + 64) / 64 * 64, work + 2 * ((bytes + 64) / 64 * 64) };
+    int op = *(const int *)n->saved, selects = op == DT_MINIMUM || op == DT_MAXIMUM;
+    size_t bytes[3] = { dt__bytes(out), dt__bytes(out), dt__bytes(out) };
+    char *work[3];
+    if (!dt__split_scratch(ctx, bytes, work, 3)) return dt_error(ctx);
+    void *term = work[0], *buffers[2] = { work[1], work[2] };
     for (int i = 0; i < 2; i++) {
         const void *g = out->grad;
         dt_binary_args a = { .dtype = out->dtype, .op = op, .out = term, .a = out->grad };
@@ -6980,10 +7200,22 @@ static dt_status dt__binary_back(dt_node *n) {
             if (DT__KERNEL(ctx, n->name, binary, &a) != DT_OK) return dt_error(ctx);
             g = term;
         }
-        if (op == DT_DIV && i == 1) {
-            dt_binary_args times = {
-                .dtype = out->dtype, .op = DT_MUL, .out = term, .a = term, .b = out->data
-            };
+        if (selects) {
+            dt_tensor *larger = n->in[op == DT_MAXIMUM ? i : 1 - i],
+                      *smaller = n->in[op == DT_MAXIMUM ? 1 - i : i];
+            dt__broadcast(larger->shape, smaller->shape, &a.shape, a.stride_a, a.stride_b);
+            a.op = DT_STEP;
+            a.a = larger->data;
+            a.b = smaller->data;
+            if (DT__KERNEL(ctx, n->name, binary, &a) != DT_OK) return dt_error(ctx);
+            g = term;
+        }
+        if (selects || (op == DT_DIV && i == 1)) {
+            dt_binary_args times = { .dtype = out->dtype,
+                .op = DT_MUL,
+                .out = term,
+                .a = term,
+                .b = selects ? out->grad : out->data };
             dt__broadcast(out->shape, out->shape, &times.shape, times.stride_a, times.stride_b);
             if (DT__KERNEL(ctx, n->name, binary, &times) != DT_OK) return dt_error(ctx);
         }
@@ -7002,12 +7234,17 @@ static dt_tensor *dt__binary(const char *name, int op, dt_tensor *a, dt_tensor *
         return dt__mismatch(name, a, b, "dimensions, counted from the last, must be equal or 1");
     const dt_tensor *rows = a->max_rows && a->shape.nd == args.shape.nd ? a : b;
     dt_tensor *y = dt__new_output(ctx, rows, a->dtype, args.shape, name, 0);
-    int rule = op == DT_MUL ? DT__RULE_MUL : op == DT_DIV ? DT__RULE_DIV : DT__RULE_ADD;
+    int rule = op == DT_MUL    ? DT__RULE_MUL
+               : op == DT_DIV  ? DT__RULE_DIV
+               : op < DT_MUL   ? DT__RULE_ADD
+               : op >= DT_LESS ? DT__RULE_COMPARE
+                               : DT__RULE_MAXIMUM;
     if (!dt__propagate(name, y, rule, a, b, NULL)) return NULL;
     args.out = y->data;
     args.a = a->data;
     args.b = b->data;
     if (DT__OP(name, a, binary, &args) != DT_OK) return NULL;
+    if (rule == DT__RULE_COMPARE) return y;
     return dt__record_with(y, dt__make_record(name, a, b, NULL, dt__binary_back, sizeof op), &op);
 }
 
@@ -7015,36 +7252,131 @@ dt_tensor *dt_add(dt_tensor *a, dt_tensor *b) { return dt__binary("dt_add", DT_A
 dt_tensor *dt_sub(dt_tensor *a, dt_tensor *b) { return dt__binary("dt_sub", DT_SUB, a, b); }
 dt_tensor *dt_mul(dt_tensor *a, dt_tensor *b) { return dt__binary("dt_mul", DT_MUL, a, b); }
 dt_tensor *dt_div(dt_tensor *a, dt_tensor *b) { return dt__binary("dt_div", DT_DIV, a, b); }
+dt_tensor *dt_minimum(dt_tensor *a, dt_tensor *b) {
+    return dt__binary("dt_minimum", DT_MINIMUM, a, b);
+}
+dt_tensor *dt_maximum(dt_tensor *a, dt_tensor *b) {
+    return dt__binary("dt_maximum", DT_MAXIMUM, a, b);
+}
+dt_tensor *dt_less(dt_tensor *a, dt_tensor *b) { return dt__binary("dt_less", DT_LESS, a, b); }
+dt_tensor *dt_less_equal(dt_tensor *a, dt_tensor *b) {
+    return dt__binary("dt_less_equal", DT_LESS_EQUAL, a, b);
+}
+dt_tensor *dt_equal(dt_tensor *a, dt_tensor *b) { return dt__binary("dt_equal", DT_EQUAL, a, b); }
+
+/* The backward of dt_where: each input gets the gradient where it was chosen, and 0 elsewhere. */
+static dt_status dt__where_back(dt_node *n) {
+    dt_tensor *out = n->out, *mask = n->in[0];
+    size_t bytes[3] = { dt__bytes(out), dt__bytes(out), dt__bytes(out) };
+    char *work[3];
+    if (!dt__split_scratch(out->ctx, bytes, work, 3)) return dt_error(out->ctx);
+    void *buffers[2] = { work[1], work[2] };
+    for (int i = 1; i < 3; i++) {
+        dt_where_args args = { .dtype = out->dtype, .out = work[0], .mask = mask->data };
+        if (!dt_wants(n, i)) continue;
+        *(i == 1 ? &args.a : &args.b) = out->grad;
+        dt__broadcast(out->shape, mask->shape, &args.shape, args.stride_a, args.stride_mask);
+        memcpy(args.stride_b, args.stride_a, sizeof args.stride_b);
+        if (DT__KERNEL(out->ctx, n->name, where, &args) != DT_OK ||
+            dt__sum_to(n, i, work[0], 1, buffers) != DT_OK)
+            return dt_error(out->ctx);
+    }
+    return DT_OK;
+}
+
+static dt_tensor *dt__where(const char *op, dt_tensor *mask, dt_tensor *a, dt_tensor *b) {
+    dt_ctx *ctx = dt__float_op_context(op, 3, mask, a, b);
+    if (!ctx) return NULL;
+    dt_where_args args = { .dtype = a->dtype };
+    dt_shape shape;
+    int64_t dense[DT_MAX_DIMS];
+    if (a->dtype != b->dtype || !dt__broadcast(a->shape, b->shape, &shape, dense, args.stride_b))
+        return dt__mismatch(op, a, b, "types must be equal, and dimensions equal or 1");
+    if (mask->dtype != a->dtype ||
+        !dt__broadcast(shape, mask->shape, &args.shape, dense, args.stride_mask))
+        return dt__mismatch(op, mask, a, "types must be equal, and dimensions equal or 1");
+    dt__broadcast(args.shape, mask->shape, &shape, dense, args.stride_mask);
+    dt__broadcast(args.shape, b->shape, &shape, dense, args.stride_b);
+    dt__broadcast(args.shape, a->shape, &shape, dense, args.stride_a);
+    const dt_tensor *rows = a->max_rows && a->shape.nd == args.shape.nd ? a : b;
+    dt_tensor *y = dt__new_output(ctx, rows, a->dtype, args.shape, op, 0);
+    if (!dt__propagate(op, y, DT__RULE_WHERE, mask, a, b)) return NULL;
+    args.out = y->data;
+    args.mask = mask->data;
+    args.a = a->data;
+    args.b = b->data;
+    if (DT__OP(op, a, where, &args) != DT_OK) return NULL;
+    return dt__record_op(y, dt__make_record(op, mask, a, b, dt__where_back, 0));
+}
+
+dt_tensor *dt_where(dt_tensor *mask, dt_tensor *a, dt_tensor *b) {
+    return dt__where("dt_where", mask, a, b);
+}
+
+dt_tensor *dt_masked_fill(dt_tensor *x, dt_tensor *mask, double value) {
+    dt_ctx *ctx = dt__float_op_context("dt_masked_fill", 2, x, mask, NULL);
+    dt_tensor *fill = ctx ? dt__new_output(ctx, NULL, x->dtype, DT_SCALAR, "value", 0) : NULL;
+    if (!fill || dt__fill(ctx, x->dtype, fill->data, 1, value) != DT_OK) return NULL;
+    return dt__where("dt_masked_fill", mask, fill, x);
+}
 
 /* ---- sums and maxima ---- */
 
-/* x seen as a tensor of shape (outer,n,inner). n is the size of dimension `dim`, or the number of
-   all elements if `dim` is DT_ALL. */
-typedef struct dt__dim_split {
-    size_t outer, n, inner;
-    dt_shape reduced; /* x's shape without dimension `dim` */
-} dt__dim_split;
-
-static int dt__split_at_dim(const char *op, dt_tensor *x, int dim, dt__dim_split *a) {
-    a->outer = a->n = a->inner = 1;
-    a->reduced = DT_SCALAR;
-    if ((dim < 0 && dim != DT_ALL) || dim >= x->shape.nd) {
-        dt_fail(x->ctx, DT_ERR_ARG, "%s(%s): dimension %d of %s %s; use 0 to %d, or DT_ALL", op,
-            x->name, dim, dt_dtype_name(x->dtype), dt__shape_text(x->shape).s, x->shape.nd - 1);
-        return 0;
-    }
-    for (int i = 0; i < x->shape.nd; i++) {
-        size_t *extent = dim == DT_ALL || i == dim ? &a->n : i < dim ? &a->outer : &a->inner;
-        *extent *= (size_t)x->shape.d[i];
-        if (extent != &a->n) a->reduced.d[a->reduced.nd++] = x->shape.d[i];
-    }
-    return 1;
+/* Returns the number of a dimension of x; -1 means the last one, -2 the one before. Returns -1
+   after failing the context if x has no such dimension. */
+static int dt__dim_number(const char *op, const dt_tensor *x, int dim) {
+    int nd = x->shape.nd, at = dim < 0 ? dim + nd : dim;
+    if (at >= 0 && at < nd) return at;
+    dt_fail(x->ctx, DT_ERR_ARG, "%s(%s): %s %s has no dimension %d%s", op, x->name,
+        dt_dtype_name(x->dtype), dt__shape_text(x->shape).s, dim,
+        nd ? dt__format("; use 0 to %d, or -%d to -1 from the end", nd - 1, nd).s : "");
+    return -1;
 }
 
-/* The sharding rule of an op on dimension `dim` of x, or on all dimensions (DT_ALL). */
-static int dt__propagate_dim(const char *op, dt_tensor *y, int rule, dt_tensor *x, int dim) {
-    int all = dim == DT_ALL;
-    return dt__propagate_at(op, y, rule, all ? 0 : dim, all ? x->shape.nd : 1, &x, 1);
+/* As dt__dim_number; also refuses a dimension that is in *used already, and adds it: bit i of *used
+   is 1 if dimension i was named. */
+static int dt__dim_once(const char *op, const dt_tensor *x, int dim, unsigned *used) {
+    int at = dt__dim_number(op, x, dim);
+    if (at < 0) return -1;
+    if (*used >> at & 1) {
+        dt_fail(x->ctx, DT_ERR_ARG, "%s(%s): dimension %d of %s is named twice", op, x->name, at,
+            dt__shape_text(x->shape).s);
+        return -1;
+    }
+    *used |= 1u << at;
+    return at;
+}
+
+/* x seen as a tensor of shape (outer,n,inner), where n is the number of elements of dimensions
+   first .. first + count - 1. */
+typedef struct dt__dim_split {
+    size_t outer, n, inner;
+    dt_shape reduced; /* x's shape without these dimensions; if keepdim is 1, they have size 1 */
+    int first, count, keepdim;
+} dt__dim_split;
+
+static dt__dim_split dt__split(const dt_tensor *x, int first, int count, int keepdim) {
+    dt__dim_split a = { 1, 1, 1, DT_SCALAR, first, count, keepdim };
+    for (int i = 0; i < x->shape.nd; i++) {
+        int inside = i >= first && i < first + count;
+        size_t *extent = inside ? &a.n : i < first ? &a.outer : &a.inner;
+        *extent *= (size_t)x->shape.d[i];
+        if (!inside || keepdim) a.reduced.d[a.reduced.nd++] = inside ? 1 : x->shape.d[i];
+    }
+    return a;
+}
+
+/* The split at dimension `dim`, or at all dimensions if it is DT_ALL. */
+static int dt__split_at_dim(const char *op, const dt_tensor *x, int dim, dt__dim_split *a) {
+    int all = dim == DT_ALL, at = all ? 0 : dt__dim_number(op, x, dim);
+    if (at >= 0) *a = dt__split(x, at, all ? x->shape.nd : 1, 0);
+    return at >= 0;
+}
+
+/* The sharding rule of an op on the dimensions of a split; the next rule is that of keepdim. */
+static int dt__propagate_split(
+    const char *op, dt_tensor *y, int rule, dt_tensor *x, const dt__dim_split *r) {
+    return dt__propagate_at(op, y, rule + r->keepdim, r->first, r->count, &x, 1);
 }
 
 typedef struct dt__sum_saved {
@@ -7076,13 +7408,11 @@ static dt_status dt__sum_back(dt_node *n) {
     return a.out ? DT__KERNEL(x->ctx, n->name, permute, &a) : dt_error(x->ctx);
 }
 
-static dt_tensor *dt__sum(const char *op, dt_tensor *x, int dim, int mean) {
-    dt_ctx *ctx = dt__float_op_context(op, 1, x, NULL, NULL);
-    dt__dim_split r;
-    if (!ctx || !dt__split_at_dim(op, x, dim, &r)) return NULL;
+static dt_tensor *dt__sum_at(const char *op, dt_tensor *x, dt__dim_split r, int mean) {
+    dt_ctx *ctx = x->ctx;
     double scale = mean ? 1.0 / (double)r.n : 1;
-    dt_tensor *y = dt__new_output(ctx, dim ? x : NULL, x->dtype, r.reduced, op, 0);
-    if (!dt__propagate_dim(op, y, mean ? DT__RULE_MEAN : DT__RULE_SUM, x, dim)) return NULL;
+    dt_tensor *y = dt__new_output(ctx, r.first ? x : NULL, x->dtype, r.reduced, op, 0);
+    if (!dt__propagate_split(op, y, mean ? DT__RULE_MEAN : DT__RULE_SUM, x, &r)) return NULL;
     dt_sum_args a = { .dtype = x->dtype,
         .out = y->data,
         .in = x->data,
@@ -7098,8 +7428,12 @@ static dt_tensor *dt__sum(const char *op, dt_tensor *x, int dim, int mean) {
         y, dt__make_record(op, x, NULL, NULL, dt__sum_back, sizeof saved), &saved);
 }
 
-dt_tensor *dt_sum_over(dt_tensor *x, int dim) { return dt__sum("dt_sum_over", x, dim, 0); }
-dt_tensor *dt_mean_over(dt_tensor *x, int dim) { return dt__sum("dt_mean_over", x, dim, 1); }
+static dt_tensor *dt__sum(const char *op, dt_tensor *x, dt__dim_split r) {
+    return dt__sum_at(op, x, r, 0);
+}
+static dt_tensor *dt__mean(const char *op, dt_tensor *x, dt__dim_split r) {
+    return dt__sum_at(op, x, r, 1);
+}
 
 /* The backward of dt_max_over and dt_topk. Adds each gradient to that of the selected element. */
 static dt_status dt__select_back(dt_node *n) {
@@ -7124,23 +7458,51 @@ static dt_tensor *dt__select_record(
         y, dt__make_record(op, x, NULL, NULL, dt__select_back, sizeof saved), &saved);
 }
 
-dt_tensor *dt_max_over(dt_tensor *x, int dim) {
-    dt_ctx *ctx = dt__float_op_context("dt_max_over", 1, x, NULL, NULL);
-    dt__dim_split r;
-    if (!ctx || !dt__split_at_dim("dt_max_over", x, dim, &r)) return NULL;
-    if (r.n == 0) return dt__shape_error("dt_max_over", x, "an empty dimension has no maximum");
-    dt_tensor *y = dt__new_output(ctx, dim ? x : NULL, x->dtype, r.reduced, "dt_max_over", 0);
-    dt_tensor *index = dt__new_output(ctx, dim ? x : NULL, DT_I32, r.reduced, "index", 0);
-    if (!index || !dt__propagate_dim("dt_max_over", y, DT__RULE_MAX, x, dim)) return NULL;
+/* The maximum, or its index if `arg` is 1: then the maxima are needed only during the kernel. */
+static dt_tensor *dt__max_at(const char *op, dt_tensor *x, dt__dim_split r, int arg) {
+    dt_ctx *ctx = x->ctx;
+    const dt_tensor *rows = r.first ? x : NULL;
+    if (r.n == 0) return dt__shape_error(op, x, "an empty dimension has no maximum");
+    dt_tensor *y = dt__new_output(ctx, rows, arg ? DT_I32 : x->dtype, r.reduced, op, 0);
+    dt_tensor *index = arg ? y : dt__new_output(ctx, rows, DT_I32, r.reduced, "index", 0);
+    if (!index || !dt__propagate_split(op, y, DT__RULE_MAX, x, &r)) return NULL;
     dt_max_args a = { .dtype = x->dtype,
-        .out = y->data,
+        .out = arg ? dt_scratch(ctx, r.outer * r.inner * dt_dtype_size(x->dtype) + 1) : y->data,
         .index = (int32_t *)index->data,
         .in = x->data,
         .outer = r.outer,
         .n = r.n,
         .inner = r.inner };
-    if (DT__OP("dt_max_over", x, max, &a) != DT_OK) return NULL;
-    return dt__select_record("dt_max_over", x, y, index, r);
+    if (!a.out || DT__OP(op, x, max, &a) != DT_OK) return NULL;
+    return arg ? y : dt__select_record(op, x, y, index, r);
+}
+static dt_tensor *dt__max(const char *op, dt_tensor *x, dt__dim_split r) {
+    return dt__max_at(op, x, r, 0);
+}
+static dt_tensor *dt__argmax(const char *op, dt_tensor *x, dt__dim_split r) {
+    return dt__max_at(op, x, r, 1);
+}
+
+typedef dt_tensor *(*dt__reduce_fn)(const char *op, dt_tensor *x, dt__dim_split r);
+
+static dt_tensor *dt__reduce_over(const char *op, dt_tensor *x, int dim, dt__reduce_fn reduce) {
+    dt__dim_split r;
+    int fits = dt__float_op_context(op, 1, x, NULL, NULL) && dt__split_at_dim(op, x, dim, &r);
+    return fits ? reduce(op, x, r) : NULL;
+}
+
+dt_tensor *dt_sum_over(dt_tensor *x, int dim) {
+    return dt__reduce_over("dt_sum_over", x, dim, dt__sum);
+}
+dt_tensor *dt_mean_over(dt_tensor *x, int dim) {
+    return dt__reduce_over("dt_mean_over", x, dim, dt__mean);
+}
+dt_tensor *dt_max_over(dt_tensor *x, int dim) {
+    return dt__reduce_over("dt_max_over", x, dim, dt__max);
+}
+
+dt_tensor *dt_argmax(dt_tensor *x, int dim) {
+    return dt__reduce_over("dt_argmax", x, dim, dt__argmax);
 }
 
 dt_tensor *dt_topk(dt_tensor *x, int k, dt_tensor **index) {
@@ -7150,7 +7512,7 @@ dt_tensor *dt_topk(dt_tensor *x, int k, dt_tensor **index) {
         return dt__shape_error("dt_topk", x, "k must be 1 up to the last dimension");
     dt_shape shape = x->shape;
     shape.d[shape.nd - 1] = k;
-    dt__dim_split r = { dt__row_count(x), dt__last_dim(x), 1, shape };
+    dt__dim_split r = { dt__row_count(x), dt__last_dim(x), 1, shape, 0, 0, 0 };
     dt_tensor *y = dt__new_output(ctx, x, x->dtype, shape, "dt_topk", 0),
               *at = dt__new_output(ctx, x, DT_I32, shape, "index", 0);
     if (!at || !dt__propagate("dt_topk", y, DT__RULE_LAST, x, NULL, NULL)) return NULL;
@@ -7203,7 +7565,28 @@ dt_tensor *dt_alias(dt_tensor *x) {
     return y;
 }
 
+/* Replaces a size of -1 in *shape by the size that gives as many elements as x has. Returns 1, or 0
+   after failing the context. */
+static int dt__shape_complete(const dt_tensor *x, dt_shape *shape) {
+    int open = -1, several = 0;
+    for (int i = 0; i < shape->nd && i < DT_MAX_DIMS; i++)
+        if (shape->d[i] == -1) several |= open >= 0, open = i;
+    if (open < 0) return 1;
+    dt_shape rest = *shape;
+    rest.d[open] = 1;
+    int64_t count = dt_count(x->shape), each = several ? 0 : dt_count(rest);
+    if (each > 0 && count % each == 0) {
+        shape->d[open] = count / each;
+        return 1;
+    }
+    return dt_fail(x->ctx, DT_ERR_SHAPE, "dt_reshape(%s): %s and %s: %s", x->name,
+               dt__shape_text(x->shape).s, dt__shape_text(*shape).s,
+               several ? "only one size can be -1"
+                       : "no size in place of -1 gives the same element count") == DT_OK;
+}
+
 dt_tensor *dt_reshape(dt_tensor *x, dt_shape shape) {
+    if (x && x->ctx->status == DT_OK && !dt__shape_complete(x, &shape)) return NULL;
     dt_tensor *y = dt__view(x, shape, "dt_reshape");
     if (!y) return NULL;
     if (dt_count(shape) == dt_count(x->shape)) return dt__propagate_reshape(y, x) ? y : NULL;
@@ -7220,9 +7603,10 @@ static void dt__dense_strides(dt_shape shape, int64_t *stride) {
     }
 }
 
-/* dt_slice, dt_concat and dt_transpose make one strided copy for each input. Their backward makes
-   the same copies in the other direction. In dt_concat, input i fills a region of the output. In
-   dt_slice the output is a region of the input, and in dt_transpose the region is all of it. */
+/* dt_slice, dt_select, dt_concat and dt_permute make one strided copy for each input. Their
+   backward makes the same copies in the other direction. In dt_concat, input i fills a region of
+   the output. In dt_slice and dt_select the output is a region of the input, and in dt_permute the
+   region is all of it. */
 typedef struct dt__strided_saved {
     dt_shape region[DT_MAX_INPUTS];
     int64_t out_offset[DT_MAX_INPUTS], in_offset[DT_MAX_INPUTS]; /* in elements */
@@ -7274,10 +7658,9 @@ static dt_tensor *dt__strided_op(const char *op, dt_tensor *const *x, int n, dt_
 dt_tensor *dt_slice(dt_tensor *x, int dim, int64_t first, int64_t count) {
     dt_ctx *ctx = dt__op_context("dt_slice", 1, x, NULL, NULL);
     dt__strided_saved m;
-    if (!ctx) return NULL;
+    if (!ctx || (dim = dt__dim_number("dt_slice", x, dim)) < 0) return NULL;
     memset(&m, 0, sizeof m);
-    if (dim < 0 || dim >= x->shape.nd || first < 0 || count < 0 ||
-        first > x->shape.d[dim] - count) {
+    if (first < 0 || count < 0 || first > x->shape.d[dim] - count) {
         dt_fail(ctx, DT_ERR_SHAPE, "dt_slice(%s): %lld from %lld of dimension %d of %s", x->name,
             (long long)count, (long long)first, dim, dt__shape_text(x->shape).s);
         return NULL;
@@ -7292,6 +7675,30 @@ dt_tensor *dt_slice(dt_tensor *x, int dim, int64_t first, int64_t count) {
         whole ? DT__RULE_SCALE : DT__RULE_SLICE, whole ? -1 : dim, 1);
 }
 
+dt_tensor *dt_select(dt_tensor *x, int dim, int64_t index) {
+    int64_t stride[DT_MAX_DIMS];
+    dt__strided_saved m;
+    if (!dt__op_context("dt_select", 1, x, NULL, NULL)) return NULL;
+    int at = dt__dim_number("dt_select", x, dim);
+    if (at < 0) return NULL;
+    int64_t size = x->shape.d[at], i = index < 0 ? index + size : index;
+    if (i < 0 || i >= size) {
+        dt_fail(x->ctx, DT_ERR_SHAPE, "dt_select(%s): index %lld of dimension %d of %s", x->name,
+            (long long)index, at, dt__shape_text(x->shape).s);
+        return NULL;
+    }
+    memset(&m, 0, sizeof m);
+    dt__dense_strides(x->shape, stride);
+    for (int d = 0; d < x->shape.nd; d++) {
+        if (d == at) continue;
+        m.in_stride[0][m.region[0].nd] = stride[d];
+        m.region[0].d[m.region[0].nd++] = x->shape.d[d];
+    }
+    dt__dense_strides(m.region[0], m.out_stride);
+    m.in_offset[0] = i * stride[at];
+    return dt__strided_op("dt_select", &x, 1, m.region[0], &m, DT__RULE_SELECT, at, 1);
+}
+
 dt_tensor *dt_concat(dt_tensor *const *x, int n, int dim) {
     dt__strided_saved m;
     memset(&m, 0, sizeof m);
@@ -7300,11 +7707,11 @@ dt_tensor *dt_concat(dt_tensor *const *x, int n, int dim) {
     if (!x || n < 1 || !x[0] || x[0]->ctx->status != DT_OK) return NULL;
     dt_ctx *ctx = x[0]->ctx;
     dt_shape shape = x[0]->shape;
-    if (n > DT_MAX_INPUTS || dim < 0 || dim >= shape.nd) {
-        dt_fail(ctx, DT_ERR_ARG, "dt_concat: %d tensors, at most %d, along dimension %d of %s", n,
-            DT_MAX_INPUTS, dim, dt__shape_text(shape).s);
+    if (n > DT_MAX_INPUTS) {
+        dt_fail(ctx, DT_ERR_ARG, "dt_concat: %d tensors, at most %d", n, DT_MAX_INPUTS);
         return NULL;
     }
+    if ((dim = dt__dim_number("dt_concat", x[0], dim)) < 0) return NULL;
     shape.d[dim] = 0;
     for (int i = 0; i < n; i++) {
         if (!dt__op_context("dt_concat", 1, x[0], x[i], NULL)) return NULL;
@@ -7323,27 +7730,139 @@ dt_tensor *dt_concat(dt_tensor *const *x, int n, int dim) {
     return dt__strided_op("dt_concat", x, n, shape, &m, DT__RULE_CONCAT, dim, 1);
 }
 
-dt_tensor *dt_transpose(dt_tensor *x, int dim_a, int dim_b) {
-    dt_ctx *ctx = dt__op_context("dt_transpose", 1, x, NULL, NULL);
+/* y has the placements of x. Renames the dimensions of the shards, because dimension i of y is
+   dimension order[i] of x. */
+static int dt__propagate_permute(dt_tensor *y, const int *order) {
+    if (!y->placements) return 1;
+    dt_placements list = *y->placements;
+    for (int i = 0; i < list.n; i++) {
+        dt_placement *p = &list.by_group[i].at;
+        int d = 0;
+        if (p->kind != DT_PLACEMENT_SHARD) continue;
+        while (order[d] != p->dim) d++;
+        p->dim = d;
+    }
+    return dt__placements_set(y, &list, y);
+}
+
+/* dt_permute with an order of valid dimensions. */
+static dt_tensor *dt__permute(const char *op, dt_tensor *x, const int *order) {
+    int64_t stride[DT_MAX_DIMS];
+    int nd = x->shape.nd, keeps_first = nd > 0 && order[0] == 0;
     dt__strided_saved m;
-    if (!ctx) return NULL;
     memset(&m, 0, sizeof m);
-    if (dim_a < 0 || dim_b < 0 || dim_a >= x->shape.nd || dim_b >= x->shape.nd) {
-        dt_fail(ctx, DT_ERR_SHAPE, "dt_transpose(%s): dimensions %d and %d of %s", x->name, dim_a,
-            dim_b, dt__shape_text(x->shape).s);
+    dt__dense_strides(x->shape, stride);
+    m.region[0].nd = nd;
+    for (int i = 0; i < nd; i++) {
+        m.region[0].d[i] = x->shape.d[order[i]];
+        m.in_stride[0][i] = stride[order[i]];
+    }
+    dt__dense_strides(m.region[0], m.out_stride);
+    dt_tensor *y =
+        dt__strided_op(op, &x, 1, m.region[0], &m, DT__RULE_PERMUTE, keeps_first, nd - keeps_first);
+    return y && dt__propagate_permute(y, order) ? y : NULL;
+}
+
+dt_tensor *dt_permute(dt_tensor *x, const int *order) {
+    int at[DT_MAX_DIMS];
+    unsigned used = 0;
+    if (!dt__op_context("dt_permute", 1, x, NULL, NULL)) return NULL;
+    if (!order && x->shape.nd) return dt__shape_error("dt_permute", x, "the order is NULL");
+    for (int i = 0; i < x->shape.nd; i++)
+        if ((at[i] = dt__dim_once("dt_permute", x, order[i], &used)) < 0) return NULL;
+    return dt__permute("dt_permute", x, at);
+}
+
+dt_tensor *dt_transpose(dt_tensor *x, int dim_a, int dim_b) {
+    int order[DT_MAX_DIMS];
+    if (!dt__op_context("dt_transpose", 1, x, NULL, NULL)) return NULL;
+    int a = dt__dim_number("dt_transpose", x, dim_a),
+        b = a < 0 ? a : dt__dim_number("dt_transpose", x, dim_b);
+    if (b < 0) return NULL;
+    for (int i = 0; i < x->shape.nd; i++) order[i] = i == a ? b : i == b ? a : i;
+    return dt__permute("dt_transpose", x, order);
+}
+
+/* Reduces the dimensions of desc. If they are not adjacent, moves them behind the others first, and
+   back after the reduction if they are kept. */
+static dt_tensor *dt__reduce_dims(
+    const char *op, dt_tensor *x, dt_reduce_desc desc, dt__reduce_fn reduce) {
+    int order[DT_MAX_DIMS], back[DT_MAX_DIMS], n = 0, first = 0;
+    unsigned reduced = 0;
+    if (!dt__float_op_context(op, 1, x, NULL, NULL)) return NULL;
+    int nd = x->shape.nd, count = desc.n ? desc.n : nd, keepdim = desc.keepdim != 0;
+    if (desc.n < 0 || desc.n > DT_MAX_DIMS) {
+        dt_fail(x->ctx, DT_ERR_ARG, "%s(%s): %d dimensions of %s", op, x->name, desc.n,
+            dt__shape_text(x->shape).s);
         return NULL;
     }
-    m.region[0] = x->shape;
-    m.region[0].d[dim_a] = x->shape.d[dim_b];
-    m.region[0].d[dim_b] = x->shape.d[dim_a];
-    dt__dense_strides(m.region[0], m.out_stride);
-    dt__dense_strides(x->shape, m.in_stride[0]);
-    int64_t stride = m.in_stride[0][dim_a];
-    m.in_stride[0][dim_a] = m.in_stride[0][dim_b];
-    m.in_stride[0][dim_b] = stride;
-    int low = dim_a < dim_b ? dim_a : dim_b, between = dim_a + dim_b - 2 * low - 1;
-    return dt__strided_op("dt_transpose", &x, 1, m.region[0], &m,
-        between < 0 ? DT__RULE_SCALE : DT__RULE_TRANSPOSE, between < 0 ? -1 : low, between);
+    for (int i = 0; i < count; i++)
+        if (dt__dim_once(op, x, desc.n ? desc.dims[i] : i, &reduced) < 0) return NULL;
+    while (first < nd && !(reduced >> first & 1)) first++;
+    if (reduced >> first == (1u << count) - 1)
+        return reduce(op, x, dt__split(x, first, count, keepdim));
+    for (unsigned pass = 0; pass < 2; pass++)
+        for (int i = 0; i < nd; i++)
+            if ((reduced >> i & 1) == pass) back[i] = n, order[n++] = i;
+    x = dt__permute(op, x, order);
+    dt_tensor *y = x ? reduce(op, x, dt__split(x, nd - count, count, keepdim)) : NULL;
+    return y && keepdim ? dt__permute(op, y, back) : y;
+}
+
+dt_tensor *dt_sum_dims(dt_tensor *x, dt_reduce_desc desc) {
+    return dt__reduce_dims("dt_sum_dims", x, desc, dt__sum);
+}
+dt_tensor *dt_mean_dims(dt_tensor *x, dt_reduce_desc desc) {
+    return dt__reduce_dims("dt_mean_dims", x, desc, dt__mean);
+}
+dt_tensor *dt_max_dims(dt_tensor *x, dt_reduce_desc desc) {
+    return dt__reduce_dims("dt_max_dims", x, desc, dt__max);
+}
+
+static dt_status dt__broadcast_back(dt_node *n) {
+    size_t bytes = (dt__bytes(n->out) + 63) / 64 * 64;
+    char *work = (char *)dt_scratch(n->out->ctx, 2 * bytes + 64);
+    void *buffers[2] = { work, work ? work + bytes : NULL };
+    return work ? dt__sum_to(n, 0, n->out->grad, 1, buffers) : dt_error(n->out->ctx);
+}
+
+/* Refuses a shard of a dimension that is repeated: each rank would repeat its own indices. */
+static int dt__broadcast_fits(const dt_tensor *x, dt_shape shape) {
+    for (int i = 0; x->placements && i < x->placements->n; i++) {
+        const dt__placed *p = &x->placements->by_group[i];
+        int dim = p->at.dim, to = dim + shape.nd - x->shape.nd;
+        if (p->at.kind != DT_PLACEMENT_SHARD || x->shape.d[dim] == shape.d[to]) continue;
+        const char *name = dt__group_name(p->group);
+        return dt_fail(x->ctx, DT_ERR_ARG,
+                   "dt_broadcast_to(%s): dimension %d of %s is sharded over '%s', and only a whole "
+                   "dimension of size 1 can repeat: dt_redistribute(x, %s, DT_SHARD(%d), "
+                   "DT_REPLICATE) gathers it",
+                   x->name, dim, dt__shape_text(x->shape).s, name, name, dim) == DT_OK;
+    }
+    return 1;
+}
+
+dt_tensor *dt_broadcast_to(dt_tensor *x, dt_shape shape) {
+    dt_ctx *ctx = dt__op_context("dt_broadcast_to", 1, x, NULL, NULL);
+    dt_permute_args a = { .dtype = ctx ? x->dtype : DT_F32 };
+    int64_t unused[DT_MAX_DIMS];
+    if (!ctx) return NULL;
+    dt_tensor *y = dt__new_output(
+        ctx, x->shape.nd == shape.nd ? x : NULL, x->dtype, shape, "dt_broadcast_to", 0);
+    if (!y) return NULL;
+    if (!dt__broadcast(x->shape, shape, &a.shape, a.in_stride, unused) ||
+        !dt__same_shape(a.shape, shape))
+        return dt__mismatch("dt_broadcast_to", x, y,
+            "dimensions, counted from the last, must be equal, 1 or missing");
+    if (!dt__broadcast_fits(x, shape) ||
+        !dt__propagate("dt_broadcast_to", y, DT__RULE_ADD, x, NULL, NULL))
+        return NULL;
+    dt__dense_strides(shape, a.out_stride);
+    a.out = y->data;
+    a.in = x->data;
+    if (dt_count(shape) != 0 && DT__OP("dt_broadcast_to", x, permute, &a) != DT_OK) return NULL;
+    return dt__record_op(
+        y, dt__make_record("dt_broadcast_to", x, NULL, NULL, dt__broadcast_back, 0));
 }
 
 static dt_status dt__cast_back(dt_node *n) {
@@ -7384,7 +7903,358 @@ static dt_tensor *dt__cast(dt_tensor *x, dt_dtype dtype, int transient) {
 
 dt_tensor *dt_cast(dt_tensor *x, dt_dtype dtype) { return dt__cast(x, dtype, 0); }
 
-// ==== 21. Ops: rows by index ====================================================================
+// ==== 21. Ops: products of activations, cumulative sums, convolution ============================
+
+/* A batched product c = op(a) op(b), where op transposes or not, and da, db from dc. T: transposed.
+
+       a        b        c       da stored like a       db stored like b
+       (M,K)    (K,N)    a b     dc b^T                 a^T dc
+       (M,K)    (N,K)T   a b^T   dc b                   dc^T a
+       (K,M)T   (K,N)    a^T b   b dc^T                 a dc
+       (K,M)T   (N,K)T   a^T b^T b^T dc^T               dc^T a^T
+
+   An operand of two dimensions that all products of the batch read has stride 0. If that is b, and
+   a is not transposed, the batch is one product with batch * M rows. */
+typedef struct dt__product {
+    int trans_a, trans_b;
+    int64_t batch, m, n, k, stride_a, stride_b; /* stride 0: all products read one matrix */
+} dt__product;
+
+/* Computes products into the gradient of in[i]. */
+static dt_status dt__product_grad(dt_node *n, int i, dt_matmul_args a) {
+    a.c = dt__grad_wide(n, i, &a.accumulate, &a.wide);
+    a.stride_c = a.m * a.n;
+    if (!a.c) return dt_error(n->out->ctx);
+    return a.batch ? dt__matmul(n->out->ctx, n->name, NULL, a) : DT_OK;
+}
+
+/* The gradient of in[i], which all products read: the sum of one product for each, in ascending
+   order. The sum is complete, in scratch memory in f32 or f64, before it is added. */
+static dt_status dt__product_shared_grad(dt_node *n, int i, dt_matmul_args a) {
+    dt_ctx *ctx = n->out->ctx;
+    dt_dtype sum_type = dt__wide(a.dtype, 1);
+    int64_t batch = a.batch, k = a.k;
+    int wide = 0;
+    size_t count = (size_t)(a.m * a.n),
+           work = dt__scratch_bytes(ctx, dt_matmul_work(a.n, k, a.dtype));
+    work = (work + 63) / 64 * 64; /* dt__matmul uses the scratch memory before the sum */
+    char *scratch = (char *)dt_scratch(ctx, work + count * dt_dtype_size(sum_type) + 64);
+    if (!scratch) return dt_error(ctx);
+    const void *from_a = a.a, *from_b = a.b;
+    a.c = scratch + work;
+    a.batch = 1;
+    a.wide = 1;
+    for (int64_t p = 0; p < batch || p == 0; p++) {
+        a.k = batch ? k : 0; /* without products the gradient is 0 */
+        a.a = dt__element(from_a, a.dtype, p * a.stride_a);
+        a.b = dt__element(from_b, a.dtype, p * a.stride_b);
+        a.accumulate = p > 0;
+        if (dt__matmul(ctx, n->name, NULL, a) != DT_OK) return dt_error(ctx);
+    }
+    dt_cast_args sum = { .from = sum_type, .in = scratch + work, .count = count };
+    sum.out = dt__grad_wide(n, i, &sum.accumulate, &wide);
+    sum.dtype = dt__wide(a.dtype, wide);
+    return sum.out ? DT__KERNEL(ctx, n->name, cast, &sum) : dt_error(ctx);
+}
+
+static dt_status dt__product_back(dt_node *n) {
+    const dt__product *p = (const dt__product *)n->saved;
+    int ta = p->trans_a, tb = p->trans_b, shared_a = p->batch != 1 && p->stride_a == 0,
+        shared_b = p->batch != 1 && p->stride_b == 0;
+    const void *a = n->in[0]->data, *b = n->in[1]->data, *dc = n->out->grad;
+    int64_t stride_c = p->m * p->n;
+    dt_matmul_args da = { .dtype = n->out->dtype,
+        .a = ta ? b : dc,
+        .b = ta ? dc : b,
+        .m = ta ? p->k : p->m,
+        .n = ta ? p->m : p->k,
+        .k = p->n,
+        .batch = p->batch,
+        .trans_a = ta && tb,
+        .trans_b = ta || !tb,
+        .stride_a = ta ? p->stride_b : stride_c,
+        .stride_b = ta ? stride_c : p->stride_b };
+    dt_matmul_args db = { .dtype = n->out->dtype,
+        .a = tb ? dc : a,
+        .b = tb ? a : dc,
+        .m = tb ? p->n : p->k,
+        .n = tb ? p->k : p->n,
+        .k = p->m,
+        .batch = p->batch,
+        .trans_a = tb || !ta,
+        .trans_b = tb && ta,
+        .stride_a = tb ? stride_c : p->stride_a,
+        .stride_b = tb ? p->stride_a : stride_c };
+    dt_status status = DT_OK;
+    if (dt_wants(n, 0))
+        status = shared_a ? dt__product_shared_grad(n, 0, da) : dt__product_grad(n, 0, da);
+    if (dt_wants(n, 1) && status == DT_OK)
+        status = shared_b ? dt__product_shared_grad(n, 1, db) : dt__product_grad(n, 1, db);
+    return status;
+}
+
+/* Sets *p and the result's shape. Returns 1 if the operands fit, else 0 after failing the
+   context. */
+static int dt__product_of(
+    const dt_tensor *a, const dt_tensor *b, dt_matmul_desc desc, dt__product *p, dt_shape *shape) {
+    const dt_tensor *batched = a->shape.nd >= b->shape.nd ? a : b;
+    int lead = batched->shape.nd - 2, ta = desc.trans_a != 0, tb = desc.trans_b != 0, equal = 1;
+    const char *why = NULL;
+    if (a->dtype != b->dtype)
+        why = "types must be equal";
+    else if (a->shape.nd < 2 || b->shape.nd < 2)
+        why = "each operand needs two dimensions or more";
+    if (!why) {
+        const int64_t *last_a = a->shape.d + a->shape.nd - 2,
+                      *last_b = b->shape.d + b->shape.nd - 2;
+        dt__product fits = { ta, tb, 1, last_a[ta], last_b[!tb], last_a[!ta],
+            a->shape.nd == 2 ? 0 : last_a[0] * last_a[1],
+            b->shape.nd == 2 ? 0 : last_b[0] * last_b[1] };
+        for (int i = 0; i < lead; i++) fits.batch *= batched->shape.d[i];
+        for (int i = 0; i < lead && a->shape.nd == b->shape.nd; i++)
+            equal &= a->shape.d[i] == b->shape.d[i];
+        if (last_b[tb] != fits.k)
+            why = "the dimensions that are summed must be equal: a (..,M,K) b (..,K,N), or "
+                  "transposed a (..,K,M), b (..,N,K)";
+        else if (!equal || (a->shape.nd != b->shape.nd && a->shape.nd != 2 && b->shape.nd != 2))
+            why = "the leading dimensions must be equal, or one operand has two dimensions";
+        *p = fits;
+    }
+    if (why) return dt__mismatch("dt_matmul", a, b, why) != NULL;
+    *shape = batched->shape;
+    shape->d[lead] = p->m;
+    shape->d[lead + 1] = p->n;
+    if (b->shape.nd == 2 && !ta) { /* one product with the rows of all matrices of a */
+        p->m *= p->batch;
+        p->batch = 1;
+    }
+    return 1;
+}
+
+dt_tensor *dt_matmul(dt_tensor *a, dt_tensor *b, dt_matmul_desc desc) {
+    dt_ctx *ctx = dt__float_op_context("dt_matmul", 2, a, b, NULL);
+    dt_tensor *both[2] = { a, b };
+    dt_shape shape;
+    dt__product p;
+    if (!ctx || !dt__product_of(a, b, desc, &p, &shape)) return NULL;
+    int keeps_first = shape.nd > 2 || !p.trans_a, /* dimension 0 of an input */
+        rule = DT__RULE_MATMUL_NN + 2 * p.trans_a + p.trans_b;
+    dt_tensor *y = dt__new_output(ctx,
+        !keeps_first                 ? NULL
+        : a->shape.nd >= b->shape.nd ? a
+                                     : b,
+        a->dtype, shape, "dt_matmul", 0);
+    if (!dt__propagate_at("dt_matmul", y, rule, shape.nd - 2, -1, both, 2)) return NULL;
+    dt_matmul_args args = { .dtype = a->dtype,
+        .c = y->data,
+        .a = a->data,
+        .b = b->data,
+        .m = p.m,
+        .n = p.n,
+        .k = p.k,
+        .batch = p.batch,
+        .trans_a = p.trans_a,
+        .trans_b = p.trans_b,
+        .stride_a = p.stride_a,
+        .stride_b = p.stride_b,
+        .stride_c = p.m * p.n };
+    if (p.batch && dt__matmul(ctx, "dt_matmul", a->name, args) != DT_OK) return NULL;
+    dt_record_desc d = dt__make_record("dt_matmul", a, b, NULL, dt__product_back, sizeof p);
+    d.unread_inputs = DT__UNREAD_OUTPUT;
+    return dt__record_with(y, d, &p);
+}
+
+/* ---- cumulative sums ---- */
+
+static dt_status dt__cumsum_back(dt_node *n) {
+    const dt__dim_split *r = (const dt__dim_split *)n->saved;
+    dt_cumsum_args a = { .dtype = n->out->dtype,
+        .in = n->out->grad,
+        .outer = r->outer,
+        .n = r->n,
+        .inner = r->inner,
+        .reverse = 1 };
+    a.out = dt_grad_raw(n, 0, &a.accumulate);
+    return a.out ? DT__KERNEL(n->out->ctx, n->name, cumsum, &a) : dt_error(n->out->ctx);
+}
+
+dt_tensor *dt_cumsum(dt_tensor *x, int dim) {
+    dt_ctx *ctx = dt__float_op_context("dt_cumsum", 1, x, NULL, NULL);
+    int at = ctx ? dt__dim_number("dt_cumsum", x, dim) : -1;
+    if (at < 0) return NULL;
+    dt__dim_split r = dt__split(x, at, 1, 0);
+    dt_tensor *y = dt__new_output(ctx, x, x->dtype, x->shape, "dt_cumsum", 0);
+    if (!dt__propagate_split("dt_cumsum", y, DT__RULE_SLICE, x, &r)) return NULL;
+    dt_cumsum_args a = { .dtype = x->dtype,
+        .out = y->data,
+        .in = x->data,
+        .outer = r.outer,
+        .n = r.n,
+        .inner = r.inner };
+    if (DT__OP("dt_cumsum", x, cumsum, &a) != DT_OK) return NULL;
+    return dt__record_with(
+        y, dt__make_record("dt_cumsum", x, NULL, NULL, dt__cumsum_back, sizeof r), &r);
+}
+
+/* ---- convolution ---- */
+
+/* Sets *w from the images x and the window. Returns 1, or 0 after failing the context. */
+static int dt__window_of(const char *op, dt_tensor *x, dt_window_desc desc, dt_window *w) {
+    memset(w, 0, sizeof *w);
+    if (x->shape.nd != 4) return dt__shape_error(op, x, "images (B,H,W,C) are needed") != NULL;
+    w->batch = x->shape.d[0];
+    w->channels = x->shape.d[3];
+    for (int i = 0; i < 2; i++) {
+        w->in[i] = x->shape.d[1 + i];
+        w->kernel[i] = desc.kernel[i];
+        w->stride[i] = desc.stride[i] ? desc.stride[i] : 1;
+        w->padding[i] = desc.padding[i];
+        w->dilation[i] = desc.dilation[i] ? desc.dilation[i] : 1;
+        int64_t left = w->in[i] + 2 * w->padding[i] - w->dilation[i] * (w->kernel[i] - 1) - 1;
+        int bad = w->kernel[i] < 1 || w->stride[i] < 1 || w->padding[i] < 0 || w->dilation[i] < 1;
+        if (bad || left < 0)
+            return dt_fail(x->ctx, bad ? DT_ERR_ARG : DT_ERR_SHAPE,
+                       "%s(%s): kernel %d, stride %d, padding %d and dilation %d along %s of %s%s",
+                       op, x->name, desc.kernel[i], desc.stride[i], desc.padding[i],
+                       desc.dilation[i], i ? "the width" : "the height", dt__shape_text(x->shape).s,
+                       bad ? "" : ": the window is larger than the image") == DT_OK;
+        w->out[i] = left / w->stride[i] + 1;
+    }
+    return 1;
+}
+
+static dt_status dt__patches_back(dt_node *n) {
+    dt_patches_back_args a = {
+        .dtype = n->out->dtype, .dout = n->out->grad, .window = *(const dt_window *)n->saved
+    };
+    a.dx = dt_grad_raw(n, 0, &a.accumulate);
+    return a.dx ? DT__KERNEL(n->out->ctx, n->name, patches_back, &a) : dt_error(n->out->ctx);
+}
+
+static dt_tensor *dt__patches(const char *op, dt_tensor *x, dt_window_desc desc, double pad_value) {
+    dt_ctx *ctx = dt__float_op_context(op, 1, x, NULL, NULL);
+    dt_window w;
+    if (!ctx || !dt__window_of(op, x, desc, &w)) return NULL;
+    dt_shape shape = DT_SHAPE(w.batch, w.out[0], w.out[1], w.kernel[0] * w.kernel[1], w.channels);
+    dt_tensor *y = dt__new_output(ctx, x, x->dtype, shape, op, 0);
+    int rule = pad_value != 0 ? DT__RULE_PATCHES_PADDED : DT__RULE_PATCHES;
+    if (!dt__propagate(op, y, rule, x, NULL, NULL)) return NULL;
+    dt_patches_args a = { x->dtype, y->data, x->data, w, pad_value };
+    if (DT__OP(op, x, patches, &a) != DT_OK) return NULL;
+    dt_record_desc d = dt__make_record(op, x, NULL, NULL, dt__patches_back, sizeof w);
+    d.unread_inputs = 1 | DT__UNREAD_OUTPUT;
+    return dt__record_with(y, d, &w);
+}
+
+dt_tensor *dt_patches(dt_tensor *x, dt_window_desc desc, double pad_value) {
+    return dt__patches("dt_patches", x, desc, pad_value);
+}
+
+/* The placements of a composed op's result, from the op's rule and not from its steps, in which a
+   reshape may lose them. Returns a view of x, (B,..,C), with these placements. */
+static dt_tensor *dt__placed_of(
+    const char *op, int rule, dt_tensor *x, dt_tensor *b, dt_tensor *c) {
+    dt_tensor *in[3] = { x, b, c }, *y = dt__view(x, x->shape, op);
+    return dt__propagate_at(op, y, rule, -1, x->shape.nd - 2, in, 3) ? y : NULL;
+}
+
+dt_tensor *dt_conv2d(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_window_desc desc) {
+    if (!dt__float_op_context("dt_conv2d", 2, x, w, b)) return NULL;
+    if (x->shape.nd != 4 || w->shape.nd != 4 || x->shape.d[3] != w->shape.d[3])
+        return dt__mismatch("dt_conv2d", x, w, "x (B,H,W,C) and w (O,KH,KW,C) are needed");
+    dt_tensor *placed = dt__placed_of("dt_conv2d", DT__RULE_CONV, x, w, b);
+    if (!placed) return NULL;
+    for (int i = 0; i < 2; i++)
+        desc.kernel[i] = w->shape.d[1 + i] < INT32_MAX ? (int)w->shape.d[1 + i] : INT32_MAX;
+    dt_tensor *p = dt__patches("dt_conv2d", x, desc, 0);
+    if (!p) return NULL;
+    int64_t each = p->shape.d[3] * p->shape.d[4]; /* elements of a window */
+    p = dt_reshape(p, DT_SHAPE(p->shape.d[0], p->shape.d[1], p->shape.d[2], each));
+    dt_tensor *y = p ? dt_linear(p, dt_reshape(w, DT_SHAPE(w->shape.d[0], each)), b) : NULL;
+    if (y) y->placements = placed->placements;
+    return y;
+}
+
+/* An image of height 1. */
+dt_tensor *dt_conv1d(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_window_desc desc) {
+    dt_window_desc row = { { 1, 0 }, { 1, desc.stride[0] }, { 0, desc.padding[0] },
+        { 1, desc.dilation[0] } };
+    if (!dt__float_op_context("dt_conv1d", 2, x, w, b)) return NULL;
+    if (x->shape.nd != 3 || w->shape.nd != 3)
+        return dt__mismatch("dt_conv1d", x, w, "x (B,W,C) and w (O,K,C) are needed");
+    const int64_t *s = x->shape.d, *k = w->shape.d;
+    dt_tensor *placed = dt__placed_of("dt_conv1d", DT__RULE_CONV, x, w, b);
+    if (!placed) return NULL;
+    dt_tensor *y = dt_reshape(x, DT_SHAPE(s[0], 1, s[1], s[2]));
+    if (y) y = dt_conv2d(y, dt_reshape(w, DT_SHAPE(k[0], 1, k[1], k[2])), b, row);
+    if (y) y = dt_reshape(y, DT_SHAPE(s[0], y->shape.d[2], k[0]));
+    if (y) y->placements = placed->placements;
+    return y;
+}
+
+static dt_tensor *dt__pool(
+    const char *op, dt_tensor *x, dt_window_desc desc, double pad_value, dt__reduce_fn reduce) {
+    int wide = 0; /* a window could lie in the padding */
+    for (int i = 0; i < 2; i++) {
+        if (desc.stride[i] == 0) desc.stride[i] = desc.kernel[i];
+        wide |= desc.kernel[i] > 0 && desc.padding[i] > desc.kernel[i] / 2;
+    }
+    if (x && wide) {
+        dt_fail(x->ctx, DT_ERR_ARG,
+            "%s(%s): padding %d and %d is more than half the kernel, %d x %d", op, x->name,
+            desc.padding[0], desc.padding[1], desc.kernel[0], desc.kernel[1]);
+        return NULL;
+    }
+    dt_tensor *p = dt__patches(op, x, desc, pad_value);
+    return p ? reduce(op, p, dt__split(p, 3, 1, 0)) : NULL;
+}
+
+dt_tensor *dt_max_pool2d(dt_tensor *x, dt_window_desc desc) {
+    return dt__pool("dt_max_pool2d", x, desc, -INFINITY, dt__max);
+}
+dt_tensor *dt_avg_pool2d(dt_tensor *x, dt_window_desc desc) {
+    return dt__pool("dt_avg_pool2d", x, desc, 0, dt__mean);
+}
+
+static dt_tensor *dt__as_type(dt_tensor *x, dt_dtype type) {
+    return !x || x->dtype == type ? x : dt_cast(x, type);
+}
+
+/* Each group of channels of each image becomes a row of a layer normalization without gain and
+   bias; y = rows * gain + bias. 16-bit types are f32 from the normalization on, so that y is
+   rounded once. */
+dt_tensor *dt_group_norm(dt_tensor *x, int groups, dt_tensor *gain, dt_tensor *bias, double eps) {
+    static const int groups_first[4] = { 0, 2, 1, 3 };
+    const char *op = "dt_group_norm";
+    dt_tensor *in[3] = { x, gain, bias };
+    dt_ctx *ctx = dt__float_op_context(op, 3, x, gain, bias);
+    if (!ctx) return NULL;
+    int64_t B = x->shape.nd ? x->shape.d[0] : 0, C = (int64_t)dt__last_dim(x), pixels = 1;
+    if (x->shape.nd < 2 || groups < 1 || C < 1 || C % groups)
+        return dt__shape_error(op, x, "(B,..,C) is needed, with C a multiple of the groups");
+    for (int i = 1; i < 3; i++)
+        if (in[i]->shape.nd != 1 || in[i]->shape.d[0] != C || in[i]->dtype != x->dtype)
+            return dt__mismatch(op, x, in[i], "gain and bias need shape (C) and x's type");
+    for (int i = 1; i + 1 < x->shape.nd; i++) pixels *= x->shape.d[i];
+    dt_tensor *placed = dt__placed_of(op, DT__RULE_GROUP_NORM, x, gain, bias);
+    if (!placed) return NULL;
+    dt_dtype wide = dt__wide(x->dtype, 1);
+    int64_t each = C / groups, row = pixels * each;
+    dt_tensor *one = dt_new(ctx, wide, DT_SHAPE(row)), *none = dt_new(ctx, wide, DT_SHAPE(row));
+    if (!none || dt__fill(ctx, wide, one->data, (size_t)row, 1) != DT_OK ||
+        dt__fill(ctx, wide, none->data, (size_t)row, 0) != DT_OK)
+        return NULL;
+    dt_tensor *y = dt_permute(dt_reshape(x, DT_SHAPE(B, pixels, groups, each)), groups_first);
+    if (y) y = dt__as_type(dt_reshape(y, DT_SHAPE(B, groups, row)), wide);
+    if (y) y = dt_layernorm(y, one, none, eps);
+    if (y) y = dt_permute(dt_reshape(y, DT_SHAPE(B, groups, pixels, each)), groups_first);
+    if (y) y = dt_mul(dt_reshape(y, x->shape), dt__as_type(gain, wide));
+    if (y) y = dt__as_type(dt_add(y, dt__as_type(bias, wide)), x->dtype);
+    if (y) y->placements = placed->placements;
+    return y;
+}
+
+// ==== 22. Ops: rows by index ====================================================================
 
 /* An index (..) i32 selects rows of a table. A gather copies the rows that the index selects, and a
    scatter adds each row to the row that its index selects; each is the backward of the other:
@@ -7536,20 +8406,37 @@ dt_tensor *dt_scatter_rows(dt_tensor *x, dt_tensor *rows, int64_t count) {
     return dt__record_op(y, d);
 }
 
-/* ---- weighted sums of rows ---- */
-
-/* Splits one scratch allocation into n buffers; buffer i has bytes[i] bytes, rounded up to a
-   multiple of 64. Returns 1, or 0 on failure. */
-static int dt__split_scratch(dt_ctx *ctx, const size_t *bytes, char **buffers, int n) {
-    size_t all = 64, at = 0;
-    for (int i = 0; i < n; i++) all += (bytes[i] + 63) / 64 * 64;
-    char *p = (char *)dt_scratch(ctx, all);
-    for (int i = 0; i < n; i++) {
-        buffers[i] = p ? p + at : NULL;
-        at += (bytes[i] + 63) / 64 * 64;
-    }
-    return p != NULL;
+dt_tensor *dt_one_hot(dt_tensor *ids, int64_t classes, dt_dtype dtype) {
+    const char *op = "dt_one_hot";
+    dt_ctx *ctx = dt__op_context(op, 1, ids, NULL, NULL);
+    if (!ctx) return NULL;
+    size_t size = dt_dtype_size(dtype);
+    dt_shape shape = ids->shape;
+    if (ids->dtype != DT_I32 || shape.nd == DT_MAX_DIMS || classes < 1 || classes > INT32_MAX ||
+        size == 0 || dt__integer(dtype))
+        return dt__shape_error(op, ids,
+            "i32 ids of at most 5 dimensions, 1 class or more and a floating-point type are "
+            "needed");
+    shape.d[shape.nd++] = classes;
+    dt_tensor *y = dt__new_output(ctx, ids, dtype, shape, op, 0);
+    if (!dt__propagate(op, y, DT__RULE_ONE_HOT, ids, NULL, NULL)) return NULL;
+    size_t count = (size_t)dt_count(ids->shape);
+    dt_scatter_args a = { .dtype = dtype,
+        .out = y->data,
+        .in = dt_scratch(ctx, count * size + 1),
+        .index = (const int32_t *)ids->data,
+        .outer = count,
+        .n = (size_t)classes,
+        .k = 1,
+        .inner = 1 };
+    if (!a.in || dt__fill(ctx, dtype, (void *)(uintptr_t)a.in, count, 1) != DT_OK) return NULL;
+    dt_status status = DT__CALL(ctx, scatter, &a);
+    if (status == DT_ERR_ARG)
+        dt__index_error(op, ids, "id", ids, 0, classes, "the result", "classes");
+    return dt__kernel_done(ctx, op, ids->name, "scatter", status) == DT_OK ? y : NULL;
 }
+
+/* ---- weighted sums of rows ---- */
 
 /* Casts `count` elements of the type of x, bf16 or f16, to f32; if `back` is 1, casts from f32 to
    the type of x. Returns `out`. For other types of x returns `in` without a copy. */
@@ -7681,7 +8568,7 @@ dt_tensor *dt_embedding_bag(dt_tensor *x, dt_tensor *rows, dt_tensor *weights) {
     return dt__record_op(y, d);
 }
 
-// ==== 22. Ops: rotary embedding, dropout, attention, losses =====================================
+// ==== 23. Ops: rotary embedding, dropout, attention, losses =====================================
 
 static dt_rope_args dt__rope_args(const dt_tensor *x, const dt_tensor *positions, dt_rope_desc d) {
     dt_rope_args a = { .dtype = x->dtype,
@@ -8174,40 +9061,58 @@ dt_tensor *dt_linear_cross_entropy(
     return dt__cross_entropy(op, x, w, labels, denominator, desc);
 }
 
-static dt_status dt__mse_back(dt_node *n) {
-    for (int i = 0; i < 2; i++) { /* if i is 1, computes db: the formula of da with a, b swapped */
+typedef struct dt__pair_loss_saved {
+    int kind;
+    double scale;
+} dt__pair_loss_saved;
+
+/* The gradient of b is that of a with the inputs exchanged. */
+static dt_status dt__pair_loss_back(dt_node *n) {
+    const dt__pair_loss_saved *saved = (const dt__pair_loss_saved *)n->saved;
+    for (int i = 0; i < 2; i++) {
         if (!dt_wants(n, i)) continue;
         dt_tensor *a = n->in[i], *b = n->in[1 - i];
-        dt_mse_back_args args = { .dtype = a->dtype,
+        dt_pair_loss_back_args args = { .dtype = a->dtype,
+            .kind = i == 1 && saved->kind == DT_PAIR_BCE ? DT_PAIR_BCE_TARGET : saved->kind,
             .a = a->data,
             .b = b->data,
             .count = (size_t)dt_count(a->shape),
             .upstream = (const double *)n->out->grad,
-            .scale = *(const double *)n->saved };
+            .scale = saved->scale };
         args.da = dt_grad_raw(n, i, &args.accumulate);
-        if (!args.da || DT__KERNEL(a->ctx, n->name, mse_back, &args) != DT_OK)
+        if (!args.da || DT__KERNEL(a->ctx, n->name, pair_loss_back, &args) != DT_OK)
             return dt_error(a->ctx);
     }
     return DT_OK;
 }
 
-dt_tensor *dt_mse(dt_tensor *a, dt_tensor *b, double denominator) {
-    dt_ctx *ctx = dt__float_op_context("dt_mse", 2, a, b, NULL);
-    if (!ctx || !dt__denominator(ctx, "dt_mse", denominator)) return NULL;
+static dt_tensor *dt__pair_loss(
+    const char *op, int kind, dt_tensor *a, dt_tensor *b, double denominator) {
+    dt_ctx *ctx = dt__float_op_context(op, 2, a, b, NULL);
+    if (!ctx || !dt__denominator(ctx, op, denominator)) return NULL;
     if (!dt__same_shape(a->shape, b->shape) || a->dtype != b->dtype)
-        return dt__mismatch("dt_mse", a, b, "shapes and types must be equal");
-    dt_tensor *loss = dt__new_output(ctx, NULL, DT_F64, DT_SCALAR, "dt_mse", 0);
-    if (!dt__propagate("dt_mse", loss, DT__RULE_MSE, a, b, NULL)) return NULL;
-    dt_mse_args args = { .dtype = a->dtype,
+        return dt__mismatch(op, a, b, "shapes and types must be equal");
+    dt_tensor *loss = dt__new_output(ctx, NULL, DT_F64, DT_SCALAR, op, 0);
+    if (!dt__propagate(op, loss, DT__RULE_PAIR_LOSS, a, b, NULL)) return NULL;
+    dt_pair_loss_args args = { .dtype = a->dtype,
+        .kind = kind,
         .loss = (double *)loss->data,
         .a = a->data,
         .b = b->data,
         .count = (size_t)dt_count(a->shape),
         .denominator = denominator };
-    if (DT__KERNEL(ctx, "dt_mse", mse, &args) != DT_OK) return NULL;
-    double scale = 2.0 / denominator;
+    if (DT__KERNEL(ctx, op, pair_loss, &args) != DT_OK) return NULL;
+    dt__pair_loss_saved saved = { kind, (kind == DT_PAIR_SQUARE ? 2.0 : 1.0) / denominator };
     return dt__record_with(
-        loss, dt__make_record("dt_mse", a, b, NULL, dt__mse_back, sizeof scale), &scale);
+        loss, dt__make_record(op, a, b, NULL, dt__pair_loss_back, sizeof saved), &saved);
+}
+
+dt_tensor *dt_mse(dt_tensor *a, dt_tensor *b, double denominator) {
+    return dt__pair_loss("dt_mse", DT_PAIR_SQUARE, a, b, denominator);
+}
+
+dt_tensor *dt_bce_with_logits(dt_tensor *logits, dt_tensor *targets, double denominator) {
+    return dt__pair_loss("dt_bce_with_logits", DT_PAIR_BCE, logits, targets, denominator);
 }
 
 static dt_status dt__side_loss_back(dt_node *n) {
@@ -8231,7 +9136,7 @@ dt_tensor *dt_loss(dt_tensor *x, dt_tensor *scalar, double weight) {
     return ctx->status == DT_OK ? x : NULL;
 }
 
-// ==== 23. JSON ==================================================================================
+// ==== 24. JSON ==================================================================================
 
 /* A recursive-descent parser (RFC 8259) that reads the text twice. The first pass validates the
    text and counts nodes and string bytes; the second pass fills one allocation of the counted size.
@@ -8883,7 +9788,7 @@ void dt_json_out_free(dt_json_out *o) {
     o->used = o->capacity = 0;
 }
 
-// ==== 24. Reading and writing files =============================================================
+// ==== 25. Reading and writing files =============================================================
 
 static char *dt__concat_text(dt_ctx *ctx, const char *a, size_t a_bytes, const char *b) {
     char *s = (char *)dt_alloc(ctx, DT_MEM_HOST, a_bytes + strlen(b) + 1, "a path");
@@ -9175,7 +10080,7 @@ dt_status dt_file_write(dt_ctx *ctx, const char *path, const void *data, size_t 
     return dt__new_file_end(ctx, &f, path);
 }
 
-// ==== 25. Weight files: formats and reading =====================================================
+// ==== 26. Weight files: formats and reading =====================================================
 
 /* Two formats: safetensors (huggingface.co/docs/safetensors), in one file or in shards with an
    index, and the model files of llm.c.
@@ -9914,7 +10819,7 @@ dt_status dt_weights_write(
     return dt__weights_access(w, 1, index, first, count, from, (void *)(uintptr_t)host);
 }
 
-// ==== 26. Weight files: parameters and writing ==================================================
+// ==== 27. Weight files: parameters and writing ==================================================
 
 /* A parameter's local slice is a set of contiguous ranges of the tensor in the file. A transposed
    slice is copied in tiles, each of which fits the staging buffer. */
@@ -10464,13 +11369,13 @@ dt_status dt_weights_close(dt_weights *w) {
     return ctx->status;
 }
 
-// ==== 27. Arithmetic on the CPU =================================================================
+// ==== 28. Arithmetic on the CPU =================================================================
 
-/* Code that sections 28 to 32 share: elementary functions, block sizes and scratch sizes, and loops
+/* Code that sections 29 to 33 share: elementary functions, block sizes and scratch sizes, and loops
    over strided arrays.
 
    Summation order. A result must not depend on the number of threads. Outside the micro-kernel of
-   section 28 and the exponential of section 30 it must not depend on the instruction set either.
+   section 29 and the exponential of section 31 it must not depend on the instruction set either.
    Therefore, in the rest of this file, the compiler must not contract a product and a sum to a
    fused multiply-add (fp-contract=off), and every sum has a fixed number of lanes. Each result is
    computed by one thread: the terms of a sum are never divided among threads. */
@@ -10576,6 +11481,13 @@ DT__INLINE float dt__logf(float x) {
     return x < 0.0f ? NAN : p;
 }
 
+/* Returns ln(1 + x) in float for finite x >= 0. The factor x / (u - 1) makes up for the rounding of
+   u = 1 + x. */
+DT__INLINE float dt__log1pf(float x) {
+    float u = 1.0f + x, rounded = u - 1.0f;
+    return rounded == 0.0f ? x : dt__logf(u) * (x / rounded);
+}
+
 /* Returns tanh x in float: 1 - 2 / (e^(2x) + 1), or a polynomial if x is near 0, where the
    difference would cancel. */
 DT__INLINE float dt__tanhf(float x) {
@@ -10651,7 +11563,7 @@ static int dt__bf16_pairs_are_fast(void) {
 #endif
 #endif /* DT_NO_KERNELS */
 
-/* Block sizes of the matrix product (section 28). The block sizes decide which data stays in which
+/* Block sizes of the matrix product (section 29). The block sizes decide which data stays in which
    cache and change no bit of the result. */
 enum {
     DT__MAX_KC = 512, /* most steps of K in a block; a panel of A of 14 x 512 floats has 28 KB */
@@ -10706,12 +11618,12 @@ size_t dt_row_work(int64_t cols, dt_dtype dtype) {
 /* The maximum number of columns of a tile. */
 enum { DT__LANES = 32 };
 
-/* The size of a block of queries and of a tile of keys in attention (section 30). The borders
+/* The size of a block of queries and of a tile of keys in attention (section 31). The borders
    decide the order of the sums. A tile of keys is read again for every block of queries, from
    strided rows that the L2 cache may no longer hold. Many queries in a block make this rare. */
 enum { DT__QUERY_BLOCK = 256, DT__KEY_TILE = 64 };
 
-/* The scratch memory holds the arrays of the struct attention_work of section 30, whose elements
+/* The scratch memory holds the arrays of the struct attention_work of section 31, whose elements
    have the compute type: 9 arrays for a block and a tile, and the gradients of tk keys and values.
    */
 size_t dt_attention_work(int64_t tk, int64_t dim, dt_dtype dtype) {
@@ -10748,6 +11660,13 @@ static dt__strips dt__strips_begin(dt_shape shape) {
     return r;
 }
 
+/* Returns the offset of the current strip in an array with these strides. */
+static int64_t dt__strips_offset(const dt__strips *r, const int64_t *stride) {
+    int64_t offset = 0;
+    for (int i = 0; i < r->shape.nd; i++) offset += r->at[i] * stride[i];
+    return offset;
+}
+
 /* Advances to the next strip and returns 1, or returns 0 after the last strip. *a and *b receive
    the strip's offsets in two arrays, whose strides are stride_a and stride_b. */
 static int dt__strips_next(
@@ -10762,11 +11681,8 @@ static int dt__strips_next(
     if (r->done || (r->n && r->at[0] == r->shape.d[0])) return 0;
     int64_t left = r->shape.d[last] - r->at[last];
     r->n = left < DT__STRIP ? left : DT__STRIP;
-    *a = *b = 0;
-    for (i = 0; i <= last; i++) {
-        *a += r->at[i] * stride_a[i];
-        *b += r->at[i] * stride_b[i];
-    }
+    *a = dt__strips_offset(r, stride_a);
+    *b = dt__strips_offset(r, stride_b);
     return 1;
 }
 
@@ -10801,6 +11717,8 @@ DT__CPP_WARNINGS_ON
 #define DT__WIDE float
 #define DT__EXP(x) dt__expf(x)
 #define DT__LOG(x) dt__logf(x)
+#define DT__LOG1P(x) dt__log1pf(x)
+#define DT__POW(x, y) powf(x, y)
 #define DT__TANH(x) dt__tanhf(x)
 #define DT__PHI(x) dt__phif(x)
 #define DT__GEMM cblas_sgemm
@@ -10809,6 +11727,8 @@ DT__CPP_WARNINGS_ON
 #define DT__WIDE double
 #define DT__EXP(x) exp(x)
 #define DT__LOG(x) log(x)
+#define DT__LOG1P(x) log1p(x)
+#define DT__POW(x, y) pow(x, y)
 #define DT__TANH(x) tanh(x)
 #define DT__PHI(x) (0.5 * erfc(-0.7071067811865476 * (x)))
 #define DT__GEMM cblas_dgemm
@@ -11022,35 +11942,49 @@ DT__FN void DT__K(store)(
 #define DT__GELU_B ((DT__REAL)0.044715)
 #define DT__LOGISTIC(x) (1 / (1 + DT__EXP(-(x))))
 
+/* Computes y = sqrt(x), with vector instructions. y may be x. */
+DT__FN void DT__K(square_roots)(const DT__REAL *x, int64_t n, DT__REAL *y) {
+    DT__REAL rest[sizeof(DT__V) / sizeof(DT__REAL)] = { 0 };
+    int64_t i = 0;
+    for (; i + DT__NV <= n; i += DT__NV) DT__STORE(y + i, DT__SQRT(DT__LOAD(x + i)));
+    for (int64_t k = i; k < n; k++) rest[k - i] = x[k];
+    DT__STORE(rest, DT__SQRT(DT__LOAD(rest)));
+    for (; i < n; i++) y[i] = rest[i % DT__NV];
+}
+
+/* Returns ln(1 + e^-|x|), which is at most ln 2. */
+DT__FN inline DT__REAL DT__K(log1p_exp)(DT__REAL x) { return DT__LOG1P(DT__EXP(x > 0 ? -x : x)); }
+
+/* Returns x^y. A square, the usual case, and its derivative need no call of the C library. */
+DT__FN inline DT__REAL DT__K(power)(DT__REAL x, DT__REAL y) {
+    return y == 2 ? x * x : y == 1 ? x : DT__POW(x, y);
+}
+
+/* One case of a switch over functions: computes out[i] = value for each i < n. */
+#define DT__EACH(function, out, value) \
+    case function: \
+        for (int64_t i = 0; i < n; i++) (out)[i] = (value); \
+        break
+
 /* Computes y = f(x), where f is the activation `act`. y may be x. */
 DT__FN void DT__K(act)(
     int act, const DT__REAL *x, int64_t n, DT__REAL *y, DT__REAL scale, DT__REAL shift) {
     switch (act) {
-    case DT_ACT_GELU:
-        for (int64_t i = 0; i < n; i++)
-            y[i] = x[i] / (1 + DT__EXP(-2 * DT__GELU_A * (x[i] + DT__GELU_B * x[i] * x[i] * x[i])));
-        break;
-    case DT_ACT_GELU_ERF:
-        for (int64_t i = 0; i < n; i++) y[i] = x[i] * DT__PHI(x[i]);
-        break;
-    case DT_ACT_SILU:
-        for (int64_t i = 0; i < n; i++) y[i] = x[i] * DT__LOGISTIC(x[i]);
-        break;
-    case DT_ACT_RELU:
-        for (int64_t i = 0; i < n; i++) y[i] = x[i] < 0 ? 0 : x[i];
-        break;
-    case DT_ACT_TANH:
-        for (int64_t i = 0; i < n; i++) y[i] = DT__TANH(x[i]);
-        break;
-    case DT_ACT_EXP:
-        for (int64_t i = 0; i < n; i++) y[i] = DT__EXP(x[i]);
-        break;
-    case DT_ACT_LN:
-        for (int64_t i = 0; i < n; i++) y[i] = DT__LOG(x[i]);
-        break;
-    case DT_ACT_AFFINE:
-        for (int64_t i = 0; i < n; i++) y[i] = scale * x[i] + shift;
-        break;
+        DT__EACH(DT_ACT_GELU, y,
+            x[i] / (1 + DT__EXP(-2 * DT__GELU_A * (x[i] + DT__GELU_B * x[i] * x[i] * x[i]))));
+        DT__EACH(DT_ACT_GELU_ERF, y, x[i] * DT__PHI(x[i]));
+        DT__EACH(DT_ACT_SILU, y, x[i] * DT__LOGISTIC(x[i]));
+        DT__EACH(DT_ACT_RELU, y, x[i] < 0 ? 0 : x[i]);
+        DT__EACH(DT_ACT_TANH, y, DT__TANH(x[i]));
+        DT__EACH(DT_ACT_EXP, y, DT__EXP(x[i]));
+        DT__EACH(DT_ACT_LN, y, DT__LOG(x[i]));
+        DT__EACH(DT_ACT_SIGMOID, y, DT__LOGISTIC(x[i]));
+        DT__EACH(DT_ACT_SOFTPLUS, y, (x[i] > 0 ? x[i] : 0) + DT__K(log1p_exp)(x[i]));
+        DT__EACH(DT_ACT_ABS, y, x[i] < 0 ? -x[i] : x[i] + 0); /* -0 + 0 is 0 */
+        DT__EACH(DT_ACT_AFFINE, y, scale * x[i] + shift);
+        DT__EACH(DT_ACT_POW, y, DT__K(power)(x[i], scale));
+        DT__EACH(DT_ACT_CLAMP, y, x[i] < scale ? scale : x[i] > shift ? shift : x[i]);
+    case DT_ACT_SQRT: DT__K(square_roots)(x, n, y); break;
     default:
         if (y != x) memcpy(y, x, (size_t)n * sizeof *y);
         break;
@@ -11092,34 +12026,39 @@ DT__FN inline DT__REAL DT__K(tanh_derivative)(DT__REAL x) {
     return 1 - t * t;
 }
 
-/* Computes dx = d f'(x), where f is the activation `act`. dx may be d. */
-DT__FN void DT__K(act_back)(
-    int act, const DT__REAL *x, const DT__REAL *d, int64_t n, DT__REAL *dx, DT__REAL scale) {
+DT__FN inline DT__REAL DT__K(sigmoid_derivative)(DT__REAL x) {
+    DT__REAL e = DT__EXP(x > 0 ? -x : x), s = 1 / (1 + e); /* the derivative is that at -|x| */
+    return s * (e * s);
+}
+
+DT__FN void DT__K(sqrt_back)(const DT__REAL *x, const DT__REAL *d, int64_t n, DT__REAL *dx) {
+    DT__REAL root[DT__LANES];
+    for (int64_t at = 0; at < n; at += DT__LANES) {
+        int64_t have = n - at < DT__LANES ? n - at : (int64_t)DT__LANES;
+        DT__K(square_roots)(x + at, have, root);
+        for (int64_t i = 0; i < have; i++) dx[at + i] = d[at + i] / (2 * root[i]);
+    }
+}
+
+/* Computes dx = d f'(x), where f is the activation `act`. dx may be d. Where the derivative is 0,
+   dx is 0, also if d is infinite. */
+DT__FN void DT__K(act_back)(int act, const DT__REAL *x, const DT__REAL *d, int64_t n, DT__REAL *dx,
+    DT__REAL scale, DT__REAL shift) {
     switch (act) {
-    case DT_ACT_GELU:
-        for (int64_t i = 0; i < n; i++) dx[i] = d[i] * DT__K(gelu_derivative)(x[i]);
-        break;
-    case DT_ACT_GELU_ERF:
-        for (int64_t i = 0; i < n; i++) dx[i] = d[i] * DT__K(gelu_erf_derivative)(x[i]);
-        break;
-    case DT_ACT_SILU:
-        for (int64_t i = 0; i < n; i++) dx[i] = d[i] * DT__K(silu_derivative)(x[i]);
-        break;
-    case DT_ACT_RELU:
-        for (int64_t i = 0; i < n; i++) dx[i] = x[i] > 0 ? d[i] : 0;
-        break;
-    case DT_ACT_TANH:
-        for (int64_t i = 0; i < n; i++) dx[i] = d[i] * DT__K(tanh_derivative)(x[i]);
-        break;
-    case DT_ACT_EXP:
-        for (int64_t i = 0; i < n; i++) dx[i] = d[i] * DT__EXP(x[i]);
-        break;
-    case DT_ACT_LN:
-        for (int64_t i = 0; i < n; i++) dx[i] = d[i] / x[i];
-        break;
-    case DT_ACT_AFFINE:
-        for (int64_t i = 0; i < n; i++) dx[i] = d[i] * scale;
-        break;
+        DT__EACH(DT_ACT_GELU, dx, d[i] * DT__K(gelu_derivative)(x[i]));
+        DT__EACH(DT_ACT_GELU_ERF, dx, d[i] * DT__K(gelu_erf_derivative)(x[i]));
+        DT__EACH(DT_ACT_SILU, dx, d[i] * DT__K(silu_derivative)(x[i]));
+        DT__EACH(DT_ACT_RELU, dx, x[i] > 0 ? d[i] : 0);
+        DT__EACH(DT_ACT_TANH, dx, d[i] * DT__K(tanh_derivative)(x[i]));
+        DT__EACH(DT_ACT_EXP, dx, d[i] * DT__EXP(x[i]));
+        DT__EACH(DT_ACT_LN, dx, d[i] / x[i]);
+        DT__EACH(DT_ACT_SIGMOID, dx, d[i] * DT__K(sigmoid_derivative)(x[i]));
+        DT__EACH(DT_ACT_SOFTPLUS, dx, d[i] * DT__LOGISTIC(x[i]));
+        DT__EACH(DT_ACT_ABS, dx, x[i] > 0 ? d[i] : x[i] < 0 ? -d[i] : 0);
+        DT__EACH(DT_ACT_AFFINE, dx, d[i] * scale);
+        DT__EACH(DT_ACT_POW, dx, scale == 0 ? 0 : d[i] * (scale * DT__K(power)(x[i], scale - 1)));
+        DT__EACH(DT_ACT_CLAMP, dx, x[i] > scale && x[i] < shift ? d[i] : 0);
+    case DT_ACT_SQRT: DT__K(sqrt_back)(x, d, n, dx); break;
     default:
         if (dx != d) memcpy(dx, d, (size_t)n * sizeof *dx);
         break;
@@ -11128,7 +12067,7 @@ DT__FN void DT__K(act_back)(
 #undef DT__GELU_A
 #undef DT__GELU_B
 
-// ==== 28. Matrix product on the CPU =============================================================
+// ==== 29. Matrix product on the CPU =============================================================
 
 /* GEMM: C = A B. The naive product (matmul_naive) computes each element as a dot product over K, as
    in the definition, and reads all of B from memory for every row of A. The fast product
@@ -11179,7 +12118,7 @@ DT__FN inline __attribute__((always_inline)) void DT__K(epilogue_rows)(const dt_
             for (int64_t j = 0; j < cols; j++) pre_activation[i * DT__NR + j] = x[j];
     }
     if (a->activation_backward)
-        DT__K(act_back)(a->activation, rows > 1 ? pre_activation : x, tile, all, tile, 1);
+        DT__K(act_back)(a->activation, rows > 1 ? pre_activation : x, tile, all, tile, 1, 0);
     else if (a->activation)
         DT__K(act)(a->activation, tile, all, tile, 1, 0);
     for (int64_t i = 0; i < rows; i++, at += a->ldc) {
@@ -11706,7 +12645,7 @@ DT__FN dt_status DT__K(matmul)(const dt_matmul_args *a) {
 }
 #endif
 
-// ==== 29. CPU kernels: elementwise, rows, norms =================================================
+// ==== 30. CPU kernels: elementwise, rows, norms =================================================
 
 /* The kernels of section 2. Most kernels work in strips: load widens bf16 and f16 to the compute
    type, the loop computes, store rounds once. A sum of n elements is computed in 16 lanes. At the
@@ -11912,21 +12851,39 @@ DT__FN dt_status DT__K(binary)(const dt_binary_args *a) {
     while (dt__strips_next(&r, a->stride_a, a->stride_b, &at_x, &at_y)) {
         const DT__REAL *x = DT__K(load_strided)(a->dtype, a->a, at_x, step_x, r.n, buf_x);
         const DT__REAL *y = DT__K(load_strided)(a->dtype, a->b, at_y, step_y, r.n, buf_y);
+        int64_t n = r.n;
         switch (a->op) {
-        case DT_ADD:
-            for (int64_t i = 0; i < r.n; i++) out[i] = x[i] + y[i];
-            break;
-        case DT_SUB:
-            for (int64_t i = 0; i < r.n; i++) out[i] = x[i] - y[i];
-            break;
-        case DT_MUL:
-            for (int64_t i = 0; i < r.n; i++) out[i] = x[i] * y[i];
-            break;
-        case DT_DIV:
-            for (int64_t i = 0; i < r.n; i++) out[i] = x[i] / y[i];
-            break;
+            DT__EACH(DT_ADD, out, x[i] + y[i]);
+            DT__EACH(DT_SUB, out, x[i] - y[i]);
+            DT__EACH(DT_MUL, out, x[i] * y[i]);
+            DT__EACH(DT_DIV, out, x[i] / y[i]);
+            /* x != x: a NaN, which no other comparison chooses */
+            DT__EACH(DT_MINIMUM, out, x[i] < y[i] || x[i] != x[i] ? x[i] : y[i]);
+            DT__EACH(DT_MAXIMUM, out, x[i] > y[i] || x[i] != x[i] ? x[i] : y[i]);
+            DT__EACH(DT_LESS, out, x[i] < y[i] ? 1 : 0);
+            DT__EACH(DT_LESS_EQUAL, out, x[i] <= y[i] ? 1 : 0);
+            DT__EACH(DT_EQUAL, out, x[i] == y[i] ? 1 : 0);
+            DT__EACH(DT_STEP, out, x[i] < y[i] ? 0 : x[i] == y[i] ? (DT__REAL)0.5 : 1);
         default: return DT_ERR_ARG;
         }
+        DT__K(store)(a->dtype, a->out, r.out, r.n, out, a->accumulate);
+    }
+    return DT_OK;
+}
+
+DT__FN dt_status DT__K(where)(const dt_where_args *a) {
+    DT__REAL out[DT__STRIP], buf_m[DT__STRIP], buf_x[DT__STRIP], buf_y[DT__STRIP];
+    DT__REAL zeros[DT__STRIP] = { 0 };
+    dt__strips r = dt__strips_begin(a->shape);
+    int64_t at_m, at_x, last = r.shape.nd - 1;
+    while (dt__strips_next(&r, a->stride_mask, a->stride_a, &at_m, &at_x)) {
+        int64_t at_y = dt__strips_offset(&r, a->stride_b);
+        const DT__REAL *x = zeros, *y = zeros,
+                       *mask = DT__K(load_strided)(
+                           a->dtype, a->mask, at_m, a->stride_mask[last], r.n, buf_m);
+        if (a->a) x = DT__K(load_strided)(a->dtype, a->a, at_x, a->stride_a[last], r.n, buf_x);
+        if (a->b) y = DT__K(load_strided)(a->dtype, a->b, at_y, a->stride_b[last], r.n, buf_y);
+        for (int64_t i = 0; i < r.n; i++) out[i] = mask[i] != 0 ? x[i] : y[i];
         DT__K(store)(a->dtype, a->out, r.out, r.n, out, a->accumulate);
     }
     return DT_OK;
@@ -11955,7 +12912,7 @@ DT__FN dt_status DT__K(unary_back)(const dt_unary_back_args *a) {
         int64_t n = count - at < DT__STRIP ? count - at : DT__STRIP;
         const DT__REAL *x = a->in ? DT__K(load)(a->dtype, a->in, at, n, buf_x) : NULL;
         const DT__REAL *dout = DT__K(load)(a->dtype, a->dout, at, n, buf_d);
-        DT__K(act_back)(a->act, x, dout, n, dx, (DT__REAL)a->scale);
+        DT__K(act_back)(a->act, x, dout, n, dx, (DT__REAL)a->scale, (DT__REAL)a->shift);
         DT__K(store)(a->dtype, a->dx, at, n, dx, a->accumulate);
     }
     return DT_OK;
@@ -11965,7 +12922,7 @@ DT__FN dt_status DT__K(unary_back)(const dt_unary_back_args *a) {
 DT__FN dt_status DT__K(glu)(const dt_glu_args *a) {
     DT__REAL out[DT__STRIP], buf[DT__STRIP];
     int64_t cols = (int64_t)a->cols;
-    if (a->act < 0 || a->act >= DT_ACTS) return DT_ERR_ARG;
+    if (a->act < 0 || a->act >= DT_ACT_AFFINE) return DT_ERR_ARG;
     for (int64_t r = 0; r < (int64_t)a->rows; r++) {
         for (int64_t c = 0; c < cols; c += DT__STRIP) {
             int64_t n = cols - c < DT__STRIP ? cols - c : DT__STRIP;
@@ -11982,7 +12939,7 @@ DT__FN dt_status DT__K(glu)(const dt_glu_args *a) {
 DT__FN dt_status DT__K(glu_back)(const dt_glu_back_args *a) {
     DT__REAL d[DT__STRIP], buf_x[DT__STRIP], buf_up[DT__STRIP], buf_d[DT__STRIP];
     int64_t cols = (int64_t)a->cols;
-    if (a->act < 0 || a->act >= DT_ACTS) return DT_ERR_ARG;
+    if (a->act < 0 || a->act >= DT_ACT_AFFINE) return DT_ERR_ARG;
     for (int64_t r = 0; r < (int64_t)a->rows; r++) {
         for (int64_t c = 0; c < cols; c += DT__STRIP) {
             int64_t n = cols - c < DT__STRIP ? cols - c : DT__STRIP, gate_at = 2 * r * cols + c,
@@ -11991,7 +12948,7 @@ DT__FN dt_status DT__K(glu_back)(const dt_glu_back_args *a) {
             const DT__REAL *up = DT__K(load)(a->dtype, a->in, up_at, n, buf_up);
             const DT__REAL *dout = DT__K(load)(a->dtype, a->dout, r * cols + c, n, buf_d);
             for (int64_t i = 0; i < n; i++) d[i] = dout[i] * up[i];
-            DT__K(act_back)(a->act, gate, d, n, d, 1);
+            DT__K(act_back)(a->act, gate, d, n, d, 1, 0);
             DT__K(store)(a->dtype, a->dx, gate_at, n, d, a->accumulate);
             DT__K(act)(a->act, gate, n, d, 1, 0);
             for (int64_t i = 0; i < n; i++) d[i] *= dout[i];
@@ -12040,6 +12997,95 @@ DT__FN dt_status DT__K(sum)(const dt_sum_args *a) {
             (dt__wide(a->dtype, a->wide), a->out, o * inner + c, have, sum, a->accumulate);
         }
     }
+    return DT_OK;
+}
+
+/* Cumulative sums of rows. A strip of a row is loaded, summed and stored at a time. */
+DT__FN void DT__K(cumsum_rows)(const dt_cumsum_args *a) {
+    DT__REAL out[DT__STRIP], buf[DT__STRIP];
+    int64_t n = (int64_t)a->n;
+    for (int64_t o = 0; o < (int64_t)a->outer; o++) {
+        DT__REAL sum = 0;
+        for (int64_t done = 0; done < n; done += DT__STRIP) {
+            int64_t have = n - done < DT__STRIP ? n - done : DT__STRIP,
+                    at = o * n + (a->reverse ? n - done - have : done);
+            const DT__REAL *x = DT__K(load)(a->dtype, a->in, at, have, buf);
+            for (int64_t l = 0; l < have; l++) {
+                int64_t i = a->reverse ? have - 1 - l : l;
+                out[i] = sum += x[i];
+            }
+            DT__K(store)(a->dtype, a->out, at, have, out, a->accumulate);
+        }
+    }
+}
+
+DT__FN dt_status DT__K(cumsum)(const dt_cumsum_args *a) {
+    DT__REAL sum[DT__STRIP], buf[DT__STRIP];
+    int64_t inner = (int64_t)a->inner, n = (int64_t)a->n;
+    if (inner == 1) DT__K(cumsum_rows)(a);
+    for (int64_t o = 0; o < (int64_t)a->outer && inner > 1; o++) {
+        for (int64_t c = 0; c < inner; c += DT__STRIP) {
+            int64_t have = inner - c < DT__STRIP ? inner - c : DT__STRIP;
+            memset(sum, 0, sizeof sum);
+            for (int64_t l = 0; l < n; l++) {
+                int64_t at = (o * n + (a->reverse ? n - 1 - l : l)) * inner + c;
+                const DT__REAL *x = DT__K(load)(a->dtype, a->in, at, have, buf);
+                for (int64_t i = 0; i < have; i++) sum[i] += x[i];
+                DT__K(store)(a->dtype, a->out, at, have, sum, a->accumulate);
+            }
+        }
+    }
+    return DT_OK;
+}
+
+/* im2col. Each row of out is one pixel of `in`, or padding. */
+DT__FN dt_status DT__K(patches)(const dt_patches_args *a) {
+    const dt_window *w = &a->window;
+    DT__REAL buf[DT__STRIP], pad[DT__STRIP];
+    int64_t each = w->kernel[0] * w->kernel[1], columns = w->out[1],
+            rows = w->batch * w->out[0] * columns * each;
+    for (int i = 0; i < DT__STRIP; i++) pad[i] = (DT__REAL)a->pad_value;
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t at = r / each, k = r % each, image = at / (w->out[0] * columns);
+        int64_t y = at / columns % w->out[0] * w->stride[0] - w->padding[0] +
+                    k / w->kernel[1] * w->dilation[0],
+                x = at % columns * w->stride[1] - w->padding[1] + k % w->kernel[1] * w->dilation[1];
+        int inside = y >= 0 && y < w->in[0] && x >= 0 && x < w->in[1];
+        int64_t from = ((image * w->in[0] + y) * w->in[1] + x) * w->channels;
+        for (int64_t c = 0; c < w->channels; c += DT__STRIP) {
+            int64_t n = w->channels - c < DT__STRIP ? w->channels - c : DT__STRIP;
+            const DT__REAL *row = inside ? DT__K(load)(a->dtype, a->in, from + c, n, buf) : pad;
+            DT__K(store)(a->dtype, a->out, r * w->channels + c, n, row, 0);
+        }
+    }
+    return DT_OK;
+}
+
+/* col2im. Element k of the window at position `to` is the pixel, if to * stride is the pixel plus
+   padding minus the distance of element k. */
+DT__FN dt_status DT__K(patches_back)(const dt_patches_back_args *a) {
+    const dt_window *w = &a->window;
+    DT__REAL sum[DT__STRIP], buf[DT__STRIP];
+    int64_t each = w->kernel[0] * w->kernel[1], pixels = w->batch * w->in[0] * w->in[1];
+    for (int64_t p = 0; p < pixels; p++)
+        for (int64_t c = 0; c < w->channels; c += DT__STRIP) {
+            int64_t n = w->channels - c < DT__STRIP ? w->channels - c : DT__STRIP;
+            memset(sum, 0, sizeof sum);
+            for (int64_t k = 0; k < each; k++) {
+                int64_t y = p / w->in[1] % w->in[0] + w->padding[0] -
+                            k / w->kernel[1] * w->dilation[0],
+                        x = p % w->in[1] + w->padding[1] - k % w->kernel[1] * w->dilation[1];
+                if (y < 0 || x < 0 || y % w->stride[0] || x % w->stride[1]) continue;
+                y /= w->stride[0];
+                x /= w->stride[1];
+                if (y >= w->out[0] || x >= w->out[1]) continue;
+                int64_t image = p / (w->in[0] * w->in[1]),
+                        from = ((image * w->out[0] + y) * w->out[1] + x) * each + k;
+                const DT__REAL *d = DT__K(load)(a->dtype, a->dout, from * w->channels + c, n, buf);
+                for (int64_t i = 0; i < n; i++) sum[i] += d[i];
+            }
+            DT__K(store)(a->dtype, a->dx, p * w->channels + c, n, sum, a->accumulate);
+        }
     return DT_OK;
 }
 
@@ -12300,7 +13346,7 @@ DT__FN dt_status DT__K(embedding_back)(const dt_embedding_back_args *a) {
 
 #endif /* floating types */
 
-// ==== 30. CPU kernels: attention ================================================================
+// ==== 31. CPU kernels: attention ================================================================
 
 /* Attention: out = softmax(scale q k^T) v. The naive version computes this definition.
    Flash attention, arXiv:2205.14135, computes the same result from tiles of keys, and never stores
@@ -12970,7 +14016,7 @@ DT__FN dt_status DT__K(attention_back)(const dt_attention_back_args *g) {
 }
 #endif
 
-// ==== 31. CPU kernels: losses and optimizers ====================================================
+// ==== 32. CPU kernels: losses and optimizers ====================================================
 
 #if DT__FLOATS
 /* Log-sum-exp: returns max + log(sum of e^(x - max)). The largest term is 1, so nothing overflows.
@@ -13071,29 +14117,44 @@ DT__FN dt_status DT__K(cross_entropy_back)(const dt_cross_entropy_back_args *a) 
     return DT_OK;
 }
 
-DT__FN dt_status DT__K(mse)(const dt_mse_args *a) {
+/* Returns max(x,0) - x y + ln(1 + e^-|x|), without cancellation where y is 0 or 1. */
+DT__FN inline DT__REAL DT__K(bce)(DT__REAL x, DT__REAL y) {
+    return (x > 0 ? x * (1 - y) : -x * y) + DT__K(log1p_exp)(x);
+}
+
+DT__FN dt_status DT__K(pair_loss)(const dt_pair_loss_args *a) {
     double total = 0;
+    if (a->kind != DT_PAIR_SQUARE && a->kind != DT_PAIR_BCE) return DT_ERR_ARG;
     DT__REAL buf_x[DT_PIECE], buf_y[DT_PIECE];
     for (size_t start = 0; start < a->count; start += DT_PIECE) {
         int64_t n = a->count - start < DT_PIECE ? (int64_t)(a->count - start) : DT_PIECE;
         const DT__REAL *x = DT__K(load)(a->dtype, a->a, (int64_t)start, n, buf_x);
         const DT__REAL *y = DT__K(load)(a->dtype, a->b, (int64_t)start, n, buf_y);
         double piece;
-        DT__SUM(double, piece, n, ((double)x[j] - (double)y[j]) * ((double)x[j] - (double)y[j]));
+        if (a->kind == DT_PAIR_BCE)
+            DT__SUM(double, piece, n, (double)DT__K(bce)(x[j], y[j]));
+        else
+            DT__SUM(
+                double, piece, n, ((double)x[j] - (double)y[j]) * ((double)x[j] - (double)y[j]));
         total += piece;
     }
     *a->loss = total / a->denominator;
     return DT_OK;
 }
 
-DT__FN dt_status DT__K(mse_back)(const dt_mse_back_args *a) {
+DT__FN dt_status DT__K(pair_loss_back)(const dt_pair_loss_back_args *a) {
     DT__REAL d[DT__STRIP], buf_x[DT__STRIP], buf_y[DT__STRIP],
         factor = (DT__REAL)(*a->upstream * a->scale);
+    if (a->kind < DT_PAIR_SQUARE || a->kind > DT_PAIR_BCE_TARGET) return DT_ERR_ARG;
     for (int64_t at = 0, count = (int64_t)a->count; at < count; at += DT__STRIP) {
         int64_t n = count - at < DT__STRIP ? count - at : DT__STRIP;
         const DT__REAL *x = DT__K(load)(a->dtype, a->a, at, n, buf_x),
                        *y = DT__K(load)(a->dtype, a->b, at, n, buf_y);
-        for (int64_t i = 0; i < n; i++) d[i] = factor * (x[i] - y[i]);
+        switch (a->kind) {
+            DT__EACH(DT_PAIR_SQUARE, d, factor * (x[i] - y[i]));
+            DT__EACH(DT_PAIR_BCE, d, factor * (DT__LOGISTIC(x[i]) - y[i]));
+            DT__EACH(DT_PAIR_BCE_TARGET, d, factor * -y[i]);
+        }
         DT__K(store)(a->dtype, a->da, at, n, d, a->accumulate);
     }
     return DT_OK;
@@ -13108,12 +14169,6 @@ DT__FN dt_status DT__K(square_sums)(const dt_square_sums_args *a) {
         DT__SUM(double, a->out[piece], n, (double)x[j] * (double)x[j]);
     }
     return DT_OK;
-}
-
-/* Replaces the elements of one strip by their square roots, with vector instructions. */
-DT__FN void DT__K(square_roots)(DT__REAL *strip) {
-    for (int64_t i = 0; i < DT__STRIP; i += DT__NV)
-        DT__STORE(strip + i, DT__SQRT(DT__LOAD(strip + i)));
 }
 
 /* Adam and AdamW. m and v are running means of g and g^2. Both start at zero and are therefore
@@ -13141,7 +14196,7 @@ DT__FN void DT__K(adamw_update)(const dt_adamw_args *a) {
             v[i] = beta2 * v[i] + one_minus_beta2 * g * g;
             root[i - at] = v[i];
         }
-        DT__K(square_roots)(root);
+        DT__K(square_roots)(root, DT__STRIP, root);
         for (size_t i = at; i < end; i++)
             param[i] = shrink * param[i] - rate * m[i] / (root[i - at] * unbias + eps);
         DT__K(store)
@@ -13191,7 +14246,7 @@ DT__FN dt_status DT__K(frozen_adam)(const dt_frozen_adam_args *a) {
         DT__REAL root[DT__STRIP] = { 0 };
         size_t n = a->count - at < DT__STRIP ? a->count - at : DT__STRIP;
         memcpy(root, v + at, n * sizeof *root);
-        DT__K(square_roots)(root);
+        DT__K(square_roots)(root, DT__STRIP, root);
         for (size_t i = 0; i < n; i++)
             param[at + i] = shrink * param[at + i] - lr * m[at + i] / (root[i] + eps);
         DT__K(store)(a->model_dtype, a->model_param, (int64_t)at, (int64_t)n, param + at, 0);
@@ -13252,7 +14307,7 @@ DT__FN dt_status DT__K(sign_unpack)(const dt_sign_unpack_args *a) {
 #undef DT__SUM
 #endif /* floating types */
 
-/* The kernels of this compute type and instruction set. dt__variant_of (section 32) chooses among
+/* The kernels of this compute type and instruction set. dt__variant_of (section 33) chooses among
    these tables. */
 #if DT__FLOATS
 #define DT__VARIANT_ENTRY(k) DT__K(k),
@@ -13270,6 +14325,8 @@ static const dt__variant DT__K(
 #undef DT__FLOATS
 #undef DT__EXP
 #undef DT__LOG
+#undef DT__LOG1P
+#undef DT__POW
 #undef DT__FN
 #undef DT__SUFFIX
 #undef DT__NV
@@ -13290,6 +14347,7 @@ static const dt__variant DT__K(
 #undef DT__PHI
 #undef DT__GEMM
 #undef DT__LOGISTIC
+#undef DT__EACH
 #undef DT__BITS
 #undef DT__ISA
 #endif /* DT__BITS */
@@ -13303,9 +14361,9 @@ DT__CPP_WARNINGS_OFF
 extern "C" {
 #endif
 
-// ==== 32. The CPU kernel table ==================================================================
+// ==== 33. The CPU kernel table ==================================================================
 
-/* Includes sections 28 to 31, and the end of 27, once for each compute type and instruction set:
+/* Includes sections 29 to 32, and the end of 28, once for each compute type and instruction set:
 
        i32, i64, u8 plain | f32, f64 plain | f32, f64 AVX2 or NEON | f32, f64 AVX-512
 
@@ -13506,10 +14564,14 @@ DT__CPP_WARNINGS_ON
              count, offset, full_vocab). dt_io.open takes a dt_io_mode in place of 0, 1 and
              DT_IO_NEW. New: placements (dt_placement comes from dt_parallel.h), call sites,
              transient tensors (dt_new_transient), dt_new_rows, dt_grouped_linear, dt_embedding_bag,
-             dt_check_finite, DT_NO_KERNELS, DT_U8, DT_I64, the kernel digest, which your own table
-             needs too. Under dt_no_grad a block drops what it made. A tensor that is used after
-             dt_reset fails; so does dt_grad with an index that the node does not have. dt_max_over
-             and dt_topk order NaN above all numbers
+             dt_check_finite, DT_NO_KERNELS, DT_U8, DT_I64, dt_matmul, dt_permute, dt_select,
+             dt_broadcast_to, dt_sum_dims and its kin, dt_cumsum, dt_patches, convolution, pooling,
+             dt_group_norm, negative dimensions, -1 in dt_reshape, dt_sigmoid and its kin,
+             dt_minimum, comparisons, dt_where, dt_bce_with_logits, dt_one_hot, dt_argmax, dt_keep,
+             dt_weights_load_all; the kernels digest, where, cumsum, patches and patches_back, which
+             your own table needs too, and pair_loss in place of mse. Under dt_no_grad a block drops
+             what it made. A tensor that is used after dt_reset fails; so does dt_grad with an index
+             that the node does not have. dt_max_over and dt_topk order NaN above all numbers
      0.1.0   one rank: tensors, tape, blocks, units, memory account, CPU kernels, JSON, weight files
 
    LICENCE: your choice of A or B.

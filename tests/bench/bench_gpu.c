@@ -107,7 +107,7 @@ static dt_status run_gelu(bench *b) {
 }
 static dt_status run_gelu_back(bench *b) {
     dt_unary_back_args a = { b->dtype, DT_ACT_GELU, b->buf[0], b->buf[1], b->buf[2], elements(b), 0,
-        0 };
+        0, 0 };
     return b->k->unary_back(&a, b->stream);
 }
 static dt_status run_glu(bench *b) {

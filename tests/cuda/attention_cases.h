@@ -18,6 +18,7 @@ struct product {
     int placement;
     int gap; // elements between rows, and between batches
     int bias, activation, before, derivative, residual, accumulate, wide;
+    int shared = 0; // all products read one matrix: 1 a, 2 b
 };
 
 static std::string name_of(const product &p) {
@@ -42,8 +43,8 @@ static arrays product_arrays(const product &p, const dt_matmul_args &m) {
     push(x, p.placement, c_count, EXACT, p.dtype);
     push(x, p.placement, c_count, p.before && !p.derivative ? size : (double)EXACT, p.dtype);
     push(x, ALIGNED, dt_matmul_work(p.n, p.k, p.dtype) / 4 + 1, SCRATCH);
-    for (size_t i = 0; i < x[4].count && p.activation == DT_ACT_LN;
-         i++) // no logarithm of values near 0
+    for (size_t i = 0; i < x[4].count && (p.activation == DT_ACT_LN || p.activation == DT_ACT_SQRT);
+         i++) // no logarithm and no square root of values near 0
         if (p.derivative) dt__set_number(p.dtype, x[5].data(), i, 1 + fabs(x[5].at(i)));
     return x;
 }
@@ -63,6 +64,8 @@ static void compare_product(const product &p, size_t orders = 3, double grain = 
     m.stride_c = m.ldc * p.m + p.gap;
     arrays start = product_arrays(p, m);
     if (p.gap == 0) m.lda = m.ldb = m.ldc = 0; // dense
+    if (p.shared == 1) m.stride_a = 0;
+    if (p.shared == 2) m.stride_b = 0;
     start[0].grain = start[5].grain = grain;
     m.activation = p.activation, m.activation_backward = p.derivative, m.accumulate = p.accumulate,
     m.wide = p.wide;
@@ -106,7 +109,9 @@ static void test_product_shapes() {
         compare_product({ dtype, 0, 5, 5, 0, 0, ALIGNED, 0, 1, 0, 0, 0, 0, 0, 0 }, 1);
         compare_product({ dtype, 5, 0, 5, 0, 0, ALIGNED, 0, 0, 0, 0, 0, 0, 0, 0 }, 1);
         for (int trans = 0; trans < 4; trans++)
-            compare_product({ dtype, 136, 144, 200, 2, trans, ALIGNED, 8, 0, 0, 0, 0, 0, 0, 0 }, 1);
+            for (int shared = 0; shared < 3; shared++)
+                compare_product(
+                    { dtype, 136, 144, 200, 2, trans, ALIGNED, 8, 0, 0, 0, 0, 0, 0, 0, shared }, 1);
     }
     compare_product({ DT_F32, 1409, 1430, 3, 0, 2, ALIGNED, 0, 0, 0, 0, 0, 0, 0, 0 },
         1); // enough for large tiles
@@ -119,8 +124,8 @@ static void test_product_fusions() {
                 product p = { dtype, 19, 21, 9, 2, 2, ALIGNED, 5, code & 1, act, code >> 1 & 1, 0,
                     code >> 2 & 1, code >> 3 & 1, code >> 4 & 1 };
                 if (act == DT_ACT_LN || act == DT_ACT_EXP) p.k = 1; // so that values stay small
-                // the logarithm of sums around 0 is ill-conditioned
-                if (act != DT_ACT_LN) compare_product(p, 1);
+                // the logarithm and the square root of sums around 0 are ill-conditioned
+                if (act != DT_ACT_LN && act != DT_ACT_SQRT) compare_product(p, 1);
                 p.before = 0, p.derivative = 1;
                 compare_product(p, 1);
             }

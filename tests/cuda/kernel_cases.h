@@ -183,12 +183,15 @@ static const view VIEWS[] = {
 
 static void test_binary() {
     for (const view &v : VIEWS)
-        for (int code = 0; code < 4 * 2 * PLACEMENTS; code++) {
-            int op = code % 4, accumulate = code / 4 % 2, placement = code / 8;
+        for (int code = 0; code < DT_BINARY_OPS * 2 * PLACEMENTS; code++) {
+            int op = code % DT_BINARY_OPS, accumulate = code / DT_BINARY_OPS % 2,
+                placement = code / DT_BINARY_OPS / 2;
             arrays a;
             put(a, placement, (size_t)dt_count(v.shape), EXACT);
             put(a, placement, reach(v.shape, v.a), EXACT);
-            put(a, placement, reach(v.shape, v.b), EXACT);
+            array &b = put(a, placement, reach(v.shape, v.b), EXACT);
+            for (size_t k = 0; k < b.count && k < a[1].count && op > DT_DIV; k += 3)
+                set(b, k, k % 2 ? NAN : a[1].at(k)); // ties and NaNs
             check(
                 dtc_text(
                     "binary %d of view %ld, accumulate %d", op, (long)(&v - VIEWS), accumulate),
@@ -205,12 +208,42 @@ static void test_binary() {
     arrays a; // in place; and an invalid operation
     put(a, ALIGNED, 33 * 24, EXACT);
     put(a, ALIGNED, 24, EXACT);
-    for (int op : { (int)DT_MUL, 4, -1 })
+    for (int op : { (int)DT_MUL, (int)DT_BINARY_OPS, -1 })
         check(dtc_text("binary %d in place", op), a, [=](const dt_kernels *t, arrays &x) {
             dt_binary_args args = { TYPE, op, x[0].data(), x[0].data(), x[1].data(),
                 { 2, { 33, 24 } }, { 24, 1 }, { 0, 1 }, 0 };
             return t->binary(&args, NULL);
         });
+}
+
+// The mask has the strides of the view's a, a those of b, and b is dense; or all are rotated.
+static void test_where() {
+    for (const view &v : VIEWS)
+        for (int code = 0; code < 3 * 4 * PLACEMENTS; code++) {
+            int rotation = code % 3, absent = code / 3 % 4, placement = code / 12;
+            int64_t dense[DT_MAX_DIMS], step = 1;
+            for (int d = v.shape.nd - 1; d >= 0; step *= v.shape.d[d--]) dense[d] = step;
+            const int64_t *strides[3] = { v.a, v.b, dense };
+            arrays a;
+            put(a, placement, (size_t)dt_count(v.shape), EXACT);
+            for (int k = 0; k < 3; k++)
+                put(a, placement, reach(v.shape, strides[(k + rotation) % 3]), EXACT);
+            for (size_t k = 0; k < a[1].count; k++)
+                if (k % 3) set(a[1], k, k % 3 == 1 ? 0.0 : -0.0); // a third is chosen from a
+            check(
+                dtc_text("where of view %ld, code %d", (long)(&v - VIEWS), code), a,
+                [=](const dt_kernels *t, arrays &x) {
+                    dt_where_args args = { TYPE, x[0].data(), x[1].data(),
+                        absent & 1 ? NULL : x[2].data(), absent & 2 ? NULL : x[3].data(), v.shape,
+                        { 0 }, { 0 }, { 0 }, absent == 3 };
+                    const int64_t *const stride[3] = { v.a, v.b, dense };
+                    memcpy(args.stride_mask, stride[rotation], sizeof v.a);
+                    memcpy(args.stride_a, stride[(1 + rotation) % 3], sizeof v.a);
+                    memcpy(args.stride_b, stride[(2 + rotation) % 3], sizeof v.a);
+                    return t->where(&args, NULL);
+                },
+                FLAT);
+        }
 }
 
 // The result is in the view's a, which never repeats; the input is in b.
@@ -296,6 +329,7 @@ static const float ODD_NUMBERS[] = { 0.0f, -0.0f, 40.0f, -40.0f, 1e20f, -1e20f, 
 
 static void compare_unary(int kind, size_t count, int placement) {
     arrays a;
+    double scale = kind == DT_ACT_CLAMP ? -2.5 : 1.5, shift = kind == DT_ACT_CLAMP ? 1.75 : -0.25;
     put(a, placement, count, 0.01);
     array &in = put(a, placement, count, EXACT);
     put(a, placement, count, EXACT);
@@ -304,7 +338,7 @@ static void compare_unary(int kind, size_t count, int placement) {
     check(
         dtc_text("unary %d x %zu", kind, count), a,
         [=](const dt_kernels *t, arrays &x) {
-            dt_unary_args args = { TYPE, kind, x[0].data(), x[1].data(), count, 1.5, -0.25 };
+            dt_unary_args args = { TYPE, kind, x[0].data(), x[1].data(), count, scale, shift };
             return t->unary(&args, NULL);
         },
         FLAT);
@@ -316,7 +350,7 @@ static void compare_unary(int kind, size_t count, int placement) {
             [=](const dt_kernels *t, arrays &x) {
                 bool needless = kind == DT_ACT_NONE || kind == DT_ACT_AFFINE;
                 dt_unary_back_args args = { TYPE, kind, x[0].data(), x[2].data(),
-                    needless ? NULL : x[1].data(), count, 1.5, accumulate };
+                    needless ? NULL : x[1].data(), count, scale, shift, accumulate };
                 return t->unary_back(&args, NULL);
             },
             FLAT);
@@ -422,6 +456,60 @@ static void test_sum() {
             compare_sum(2, 9001, 1, -1, wide, wide, room, ODD);
         }
     compare_sum(1, 3001, 1, 0.5, 0, 1, 0, ODD);
+}
+
+static void test_cumsum() {
+    for (auto shape : SHAPES)
+        for (size_t inner : { 1, 5 })
+            for (int code = 0; code < 4; code++) {
+                size_t outer = shape.rows, n = shape.cols;
+                arrays a;
+                put(a, code % 2 ? ODD : ALIGNED, outer * n * inner, EXACT);
+                put(a, code % 2 ? ODD : ALIGNED, outer * n * inner, EXACT);
+                check(
+                    dtc_text("cumsum %zu x %zu x %zu, code %d", outer, n, inner, code), a,
+                    [=](const dt_kernels *t, arrays &x) {
+                        dt_cumsum_args args = { TYPE, x[0].data(), x[1].data(), outer, n, inner,
+                            code % 2, code / 2 };
+                        return t->cumsum(&args, NULL);
+                    },
+                    FLAT);
+            }
+}
+
+// The channels fill packs, or do not.
+static void test_patches() {
+    static const dt_window windows[] = {
+        { 2, { 5, 7 }, { 5, 7 }, 1, { 3, 3 }, { 1, 1 }, { 1, 1 }, { 1, 1 } },
+        { 3, { 6, 9 }, { 3, 3 }, 8, { 2, 3 }, { 2, 4 }, { 0, 1 }, { 1, 1 } },
+        { 1, { 8, 5 }, { 2, 4 }, 24, { 3, 2 }, { 3, 1 }, { 1, 0 }, { 2, 1 } },
+        { 2, { 1, 11 }, { 1, 4 }, 3, { 1, 4 }, { 1, 2 }, { 0, 2 }, { 1, 3 } },
+        { 0, { 4, 4 }, { 4, 4 }, 8, { 1, 1 }, { 1, 1 }, { 0, 0 }, { 1, 1 } },
+    };
+    for (const dt_window &w : windows)
+        for (int code = 0; code < 4; code++) {
+            size_t pixels = (size_t)(w.batch * w.in[0] * w.in[1] * w.channels);
+            size_t count =
+                (size_t)(w.batch * w.out[0] * w.out[1] * w.kernel[0] * w.kernel[1] * w.channels);
+            arrays a;
+            put(a, code % 2 ? ODD : ALIGNED, pixels, EXACT);
+            put(a, code % 2 ? ODD : ALIGNED, count, EXACT);
+            check(
+                dtc_text("patches %ld, code %d", (long)(&w - windows), code), a,
+                [=](const dt_kernels *t, arrays &x) {
+                    dt_patches_args args = { TYPE, x[1].data(), x[0].data(), w,
+                        code / 2 ? -INFINITY : 0.25 };
+                    return t->patches(&args, NULL);
+                },
+                FLAT);
+            check(
+                dtc_text("patches_back %ld, code %d", (long)(&w - windows), code), a,
+                [=](const dt_kernels *t, arrays &x) {
+                    dt_patches_back_args args = { TYPE, x[0].data(), x[1].data(), w, code / 2 };
+                    return t->patches_back(&args, NULL);
+                },
+                FLAT);
+        }
 }
 
 // Few different values, so that ties occur; NaNs first, later, and two in a row.
@@ -933,7 +1021,7 @@ static void test_cross_entropy() {
     test_cross_entropy_special();
 }
 
-static void test_mse() {
+static void test_pair_loss(int kind) {
     for (size_t count : COUNTS)
         for (int placement : { ALIGNED, ODD }) {
             arrays a;
@@ -942,17 +1030,23 @@ static void test_mse() {
             put(a, placement, count, EXACT);
             push(a, ODD, 1, EXACT, DT_F64);
             put(a, placement, count, 1);
-            check(dtc_text("mse %zu", count), a, [=](const dt_kernels *t, arrays &x) {
-                dt_mse_args args = { TYPE, x[0].d(), x[1].data(), x[2].data(), count, 7 };
-                return t->mse(&args, NULL);
-            });
+            for (size_t k = 0; k < count && kind > DT_PAIR_SQUARE; k++) { // both tails
+                set(a[1], k, k % 5 == 4 ? 60 * a[1].at(k) : 4 * a[1].at(k));
+                set(a[2], k, k % 3 == 0 ? 1 : k % 3 == 1 ? 0 : fabs(a[2].at(k)) / 2);
+            }
+            check(dtc_text("pair_loss %d of %zu", kind, count), a,
+                [=](const dt_kernels *t, arrays &x) {
+                    dt_pair_loss_args args = { TYPE, kind, x[0].d(), x[1].data(), x[2].data(),
+                        count, 7 };
+                    return t->pair_loss(&args, NULL);
+                });
             for (int accumulate = 0; accumulate < 2; accumulate++)
                 check(
-                    dtc_text("mse_back %zu, accumulate %d", count, accumulate), a,
+                    dtc_text("pair_loss_back %d of %zu, accumulate %d", kind, count, accumulate), a,
                     [=](const dt_kernels *t, arrays &x) {
-                        dt_mse_back_args args = { TYPE, x[4].data(), x[1].data(), x[2].data(),
-                            count, x[3].d(), 0.5, accumulate };
-                        return t->mse_back(&args, NULL);
+                        dt_pair_loss_back_args args = { TYPE, kind, x[4].data(), x[1].data(),
+                            x[2].data(), count, x[3].d(), 0.5, accumulate };
+                        return t->pair_loss_back(&args, NULL);
                     },
                     FLAT);
         }
@@ -1361,8 +1455,12 @@ static void test_types() {
     REFUSES(digest, (dt_dtype)7)
     REFUSES(square_sums, DT_I32)
     REFUSES_ALL(sum)
+    REFUSES_ALL(cumsum)
+    REFUSES_ALL(patches)
+    REFUSES_ALL(patches_back)
     REFUSES_ALL(max)
     REFUSES_ALL(binary)
+    REFUSES_ALL(where)
     REFUSES_ALL(unary)
     REFUSES_ALL(unary_back)
     REFUSES_ALL(glu)
@@ -1380,8 +1478,8 @@ static void test_types() {
     REFUSES_ALL(cross_entropy)
     REFUSES_ALL(cross_entropy_merge)
     REFUSES_ALL(cross_entropy_back)
-    REFUSES_ALL(mse)
-    REFUSES_ALL(mse_back)
+    REFUSES_ALL(pair_loss)
+    REFUSES_ALL(pair_loss_back)
     REFUSES_ALL(adamw)
     REFUSES_ALL(sgd)
     REFUSES_ALL(momentum)
@@ -1392,7 +1490,7 @@ static void test_types() {
     REFUSES(sgd, DT_F16)
 #undef REFUSES_ALL
 #undef REFUSES
-    CHECK(there == 7 + 3 * 28 + 2);
+    CHECK(there == 7 + 3 * 32 + 2);
     // a copy of an invalid type is refused, and nothing is touched
     uint16_t narrow[4] = { 1, 2, 3, 4 };
     float x[4] = { 1, 2, 3, 4 };
@@ -1631,14 +1729,14 @@ static void test_chain() {
 
 static void quiet(void *, int, int, const char *) {}
 
-// The error of a step of ops on a table without mse.
+// The error of a step of ops on a table without pair_loss.
 static void compare_op_error(
     dt_status status, const char *text, const std::function<void(dt_ctx *ctx)> &step) {
     dt_host host = *dt_host_default();
     dt_kernels table = *dt_kernels_cuda();
     dt_ctx_desc desc;
     host.log = quiet;
-    table.mse = NULL;
+    table.pair_loss = NULL;
     memset(&desc, 0, sizeof desc);
     desc.kernels = &table;
     desc.host = &host;
@@ -1656,10 +1754,11 @@ static dt_tensor *zeros_of(dt_ctx *ctx, dt_dtype dtype) {
 
 // A missing kernel is named; a bad label is an error when the loss is read.
 static void test_op_errors() {
-    compare_op_error(DT_ERR_UNSUPPORTED, "kernel mse on cuda: not available", [](dt_ctx *ctx) {
-        dt_tensor *t = zeros_of(ctx, DT_F32);
-        dt_mse(t, t, 1);
-    });
+    compare_op_error(
+        DT_ERR_UNSUPPORTED, "kernel pair_loss on cuda: not available", [](dt_ctx *ctx) {
+            dt_tensor *t = zeros_of(ctx, DT_F32);
+            dt_mse(t, t, 1);
+        });
     compare_op_error(DT_ERR_UNSUPPORTED, "kernel unary on cuda: not available",
         [](dt_ctx *ctx) { dt_gelu(zeros_of(ctx, DT_F64)); });
     compare_op_error(DT_ERR_ARG, "a label or a row outside of its table", [](dt_ctx *ctx) {
@@ -1788,10 +1887,13 @@ static void test_default() {
 
 static void test_in_type() {
     test_binary();
+    test_where();
     test_unary();
     test_glu();
     test_dropout();
     test_sum();
+    test_cumsum();
+    test_patches();
     test_max_and_topk();
     test_spread();
     test_softmax();
@@ -1799,7 +1901,8 @@ static void test_in_type() {
     test_embedding();
     test_norm();
     test_cross_entropy();
-    test_mse();
+    for (int kind = -1; kind <= DT_PAIR_BCE_TARGET + 1; kind++)
+        test_pair_loss(kind); // -1, 3: refused
     compare_square_sums(TYPE, EXACT);
     test_optimizers();
 }

@@ -1,7 +1,7 @@
 """make_ops.py - makes the stored vectors of single ops with PyTorch in float64
 Public domain or MIT, at your choice; see LICENSE.
 
-Run:    python3 make_ops.py OUT         writes OUT/ops.bin
+Run:    python3 make_ops.py OUT         writes OUT/ops.bin and OUT/ops_shapes.bin
         python3 make_gpt2.py --show OUT/ops.bin     prints it as text
 Needs torch 2.5 or later and numpy. The last bits (1e-16) may differ with another version of torch
 or another processor.
@@ -53,6 +53,29 @@ ARRAYS
     smoothed       logits, labels, denom, vocab (0: all), smoothing, z_weight, loss, dlogits, z
                    the loss is without z_weight * z, the gradient with it; z = sum of lse^2 / denom
     linear_loss    x (..,C), w (V,C) and the rest of smoothed, dx, dw
+    sigmoid, softplus, sqrt, abs      x, dy, y, dx
+    pow            x, scale (the exponent), dy, y, dx
+    clamp          x, scale and shift (the bounds), dy, y, dx
+    minimum, maximum      a, b, dy, y, da, db
+                   any broadcasting; equal elements share the gradient
+    where          mask (0 or not 0), a, b, dy, y, da, db
+                   any broadcasting
+    masked_fill    x, mask, value, dy, y, dx
+    bce            logits, targets, denom, loss, dlogits, dtargets
+                   binary cross-entropy with logits, summed, / denom
+ARRAYS OF ops_shapes.bin
+    sum_dims, mean_dims, max_dims    x, dims, keepdim, dy, y, dx
+    cumsum         x, dim, dy, y, dx
+    permute        x, dims, dy, y, dx
+    select         x, dim, index_at, dy, y, dx
+    broadcast      x, shape, dy, y, dx
+    reshape        x, shape (one size may be -1), dy, y, dx
+                   the square of the reshaped x
+    matmul         a, b, trans_a, trans_b, dy, y, da, db
+    patches, max_pool, avg_pool      x (B,H,W,C), window (kernel, stride, padding, dilation; height and width), dy, y, dx
+    conv2d         x (B,H,W,C), w (O,KH,KW,C), b (O), window, dy, y (B,OH,OW,O), dx, dw, db
+    conv1d         x (B,W,C), w (O,K,C), b (O), window, dy, y, dx, dw, db
+    group_norm     x (B,..,C), gain (C), bias (C), groups, eps, dy, y, dx, dgain, dbias
 Sizes are odd on purpose (1, 3, 17): no vector width divides them. The inputs of linear, embedding
 and add have 20 significant bits at most, so their products and short sums are exact in float64:
 these ops have one right answer, to the last bit, in any order of summation.
@@ -269,6 +292,81 @@ def smoothed(V, *shape, C=0, vocab=0, smoothing=0.0, z_weight=0.0, ignore=0.3, d
     arrays[f"{op}.{int(arrays[op + '.cases']) - 1}.loss"] = loss
 
 
+def channels_first(x):
+    return x.movedim(-1, 1)
+
+
+def channels_last(x):
+    return x.movedim(1, -1)
+
+
+def image_cases():
+    def window(*pairs):
+        return {"window": torch.tensor(pairs)}
+
+    for shape, kernel, stride, padding, dilation in (
+            ((2, 5, 7, 3), (3, 3), (1, 1), (1, 1), (1, 1)), ((1, 6, 5, 2), (2, 3), (2, 1), (0, 1), (1, 2)),
+            ((3, 4, 4, 1), (1, 1), (1, 1), (0, 0), (1, 1)), ((1, 9, 8, 5), (3, 2), (3, 2), (2, 1), (2, 3))):
+        C = shape[-1]
+
+        def patches(x):
+            columns = F.unfold(channels_first(x), kernel, dilation, padding, stride)    # (B,C*K,L)
+            y = columns.reshape(shape[0], C, -1, columns.shape[-1]).permute(0, 3, 2, 1)
+            size = [(n + 2 * p - d * (k - 1) - 1) // s + 1
+                    for n, p, d, k, s in zip(shape[1:3], padding, dilation, kernel, stride)]
+            return y.reshape(shape[0], *size, kernel[0] * kernel[1], C)
+
+        unary("patches", patches, fresh(*shape), **window(kernel, stride, padding, dilation))
+        for bias in (True, False):
+            inputs = {"x": fresh(*shape), "w": fresh(4, *kernel, C, scale=1.0)} | ({"b": fresh(4)} if bias else {})
+            y = F.conv2d(channels_first(inputs["x"]), channels_first(inputs["w"]), inputs.get("b"), stride, padding,
+                         dilation)
+            add_case("conv2d", inputs, channels_last(y), list(inputs), window((0, 0), stride, padding, dilation))
+        inputs = {"x": fresh(2, 11, C), "w": fresh(4, kernel[1], C, scale=1.0), "b": fresh(4)}
+        y = F.conv1d(channels_first(inputs["x"]), channels_first(inputs["w"]), inputs["b"], stride[1], padding[1],
+                     dilation[1])
+        add_case("conv1d", inputs, channels_last(y), list(inputs),
+                 window((0, 0), (stride[1], 0), (padding[1], 0), (dilation[1], 0)))
+    for shape, kernel, stride, padding in (((2, 6, 8, 3), (2, 2), None, (0, 0)), ((1, 7, 5, 2), (3, 3), (2, 2), (1, 1)),
+                                           ((3, 5, 4, 1), (3, 2), (1, 2), (1, 0))):
+        unary("max_pool", lambda x: channels_last(F.max_pool2d(channels_first(x), kernel, stride, padding)),
+              fresh(*shape), **window(kernel, stride or (0, 0), padding, (0, 0)))
+        unary("avg_pool", lambda x: channels_last(F.avg_pool2d(channels_first(x), kernel, stride, padding)),
+              fresh(*shape), **window(kernel, stride or (0, 0), padding, (0, 0)))
+    for shape, groups, eps in (((3, 6), 2, 1e-5), ((2, 5, 6), 3, 1e-5), ((2, 3, 4, 6), 1, 0.5), ((1, 3, 3, 4), 4, 1e-5)):
+        inputs = {"x": fresh(*shape), "gain": fresh(shape[-1]), "bias": fresh(shape[-1])}
+        y = F.group_norm(channels_first(inputs["x"]), groups, inputs["gain"], inputs["bias"], eps)
+        add_case("group_norm", inputs, channels_last(y), list(inputs), {"groups": groups, "eps": eps})
+
+
+def shape_cases():
+    """The cases of ops_shapes.bin."""
+    for dims in ([0], [-1], [1, 2], [2, 0], [0, 1, 3], [3, -3], [0, 1, 2, 3]):
+        for keep in (0, 1):
+            x, other = fresh(3, 2, 5, 3), {"dims": torch.tensor(dims), "keepdim": keep}
+            unary("sum_dims", lambda x: x.sum(dims, keepdim=bool(keep)), x, **other)
+            unary("mean_dims", lambda x: x.mean(dims, keepdim=bool(keep)), x, **other)
+            unary("max_dims", lambda x: x.amax(dims, keepdim=bool(keep)), x, **other)
+    for shape, dim in (((17,), 0), ((3, 17), -1), ((3, 5, 7), 1), ((3, 5, 1), 0), ((2, 521), 1)):
+        unary("cumsum", lambda x: x.cumsum(dim), fresh(*shape), dim=dim)
+    for order in ([1, 0], [2, 0, 1], [0, 2, 1], [-1, 1, 0, 2], [3, 2, -3, 0], [0, 1, 3, 2]):
+        x = fresh(*(3, 5, 2, 7)[:len(order)])
+        unary("permute", lambda x: x.permute(order), x, dims=torch.tensor(order))
+    for shape, dim, index in (((5,), 0, 2), ((3, 5), -1, -1), ((3, 5, 2), 1, 4), ((3, 5, 2), 0, -3)):
+        unary("select", lambda x: x.select(dim, index), fresh(*shape), dim=dim, index_at=index)
+    for shape, to in (((3,), (5, 3)), ((3, 1), (3, 5)), ((2, 1, 3), (7, 2, 5, 3)), ((1, 1), (3, 5)), ((3, 5), (3, 5))):
+        unary("broadcast", lambda x: x.broadcast_to(to), fresh(*shape), shape=torch.tensor(to))
+    for to in ((-1,), (5, -1), (3, -1, 2), (1, 30, -1)):
+        unary("reshape", lambda x: x.reshape(to) ** 2, fresh(3, 5, 2), shape=torch.tensor(to))
+    for trans_a in (0, 1):
+        for trans_b in (0, 1):
+            for lead_a, lead_b in (((), ()), ((3,), (3,)), ((2, 3), (2, 3)), ((2, 3), ()), ((), (3,)), ((1,), ())):
+                a = fresh(*lead_a, *((5, 3) if trans_a else (3, 5)))
+                b = fresh(*lead_b, *((7, 5) if trans_b else (5, 7)), scale=1.0)
+                y = (a.mT if trans_a else a) @ (b.mT if trans_b else b)
+                add_case("matmul", {"a": a, "b": b}, y, ["a", "b"], {"trans_a": trans_a, "trans_b": trans_b})
+
+
 def all_cases():
     linear((1,), (1,), 1)
     linear((3,), (17,), 1)
@@ -389,6 +487,33 @@ def all_cases():
         smoothed(17, 2, 3, C=C, vocab=13, smoothing=0.2, z_weight=0.1, denom=7.0)
         smoothed(3, 3, C=C, smoothing=0.1, ignore=1.1)          # nothing left
 
+    for x in (lambda: fresh(1), lambda: fresh(3, 17, scale=8.0), lambda: tails.clone().requires_grad_()):
+        unary("sigmoid", torch.sigmoid, x())
+        unary("softplus", lambda x: F.softplus(x, threshold=100.0), x())    # the default gives x from 20 on
+        unary("abs", torch.abs, x())
+        unary("clamp", lambda x: x.clamp(-0.5, 3.0), x(), scale=-0.5, shift=3.0)    # tails has both bounds
+    for n in (1, 3, 17):
+        unary("sqrt", torch.sqrt, fresh(3, n, shift=2.5))
+    for exponent in (-1.5, 0.5, 0.0, 1.0, 2.0, 3.0):
+        unary("pow", lambda x: x.pow(exponent), fresh(3, 5, shift=2.5 if exponent % 1 else 0.0), scale=exponent)
+
+    for op, f in (("minimum", torch.minimum), ("maximum", torch.maximum)):
+        binary(op, f, (3, 5), (3, 5))
+        binary(op, f, (5,), (3, 1))
+        binary(op, f, (2, 1, 3), (2, 5, 1))
+        a, b = tails.clone().requires_grad_(), tails.flip(0).clone().requires_grad_()     # some are equal
+        add_case(op, {"a": a, "b": b}, f(a, b), ["a", "b"])
+    for mask_shape, a_shape, b_shape in (((3, 5), (3, 5), (3, 5)), ((5, 1), (1, 3), (2, 1, 3)), ((1,), (3, 5), (1,))):
+        mask, a, b = integers(2, *mask_shape), fresh(*a_shape), fresh(*b_shape)
+        add_case("where", {"a": a, "b": b}, torch.where(mask != 0, a, b), ["a", "b"], {"mask": mask})
+        if mask.dim() <= a.dim():
+            mask = integers(2, *mask_shape[:-1], a_shape[-1])
+            add_case("masked_fill", {"x": a}, a.masked_fill(mask != 0, -2.5), ["x"], {"mask": mask, "value": -2.5})
+    for shape, scale in (((1,), 4.0), ((3, 17), 4.0), ((2, 3, 5), 100.0)):
+        logits, targets = fresh(*shape, scale=scale), fresh(*shape, scale=1.0, shift=0.5)
+        loss = F.binary_cross_entropy_with_logits(logits, targets, reduction="sum") / 7.0
+        add_case("bce", {"logits": logits, "targets": targets}, loss, ["logits", "targets"], {"denom": 7.0})
+
 
 def main():
     if len(sys.argv) != 2:
@@ -396,6 +521,10 @@ def main():
     torch.set_num_threads(1)
     all_cases()
     write_golden(os.path.join(sys.argv[1], "ops.bin"), arrays)
+    arrays.clear()
+    shape_cases()
+    image_cases()
+    write_golden(os.path.join(sys.argv[1], "ops_shapes.bin"), arrays)
 
 
 if __name__ == "__main__":

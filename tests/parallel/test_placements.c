@@ -54,6 +54,12 @@ RUN(relu, dt_relu(x))
 RUN(tanh, dt_tanh(x))
 RUN(exp, dt_exp(x))
 RUN(ln, dt_ln(dt_exp(x)))
+RUN(sigmoid, dt_sigmoid(x))
+RUN(softplus, dt_softplus(x))
+RUN(sqrt, dt_sqrt(dt_exp(x)))
+RUN(abs, dt_abs(x))
+RUN(pow, dt_pow(x, 2))
+RUN(clamp, dt_clamp(x, -0.5, 0.5))
 RUN(shift, dt_affine(x, 2, 1))
 RUN(scale, dt_affine(x, 2, 0))
 RUN(cast, dt_cast(x, DT_F64))
@@ -63,6 +69,13 @@ RUN(sub, dt_sub(x, y))
 RUN(mul, dt_mul(x, y))
 RUN(div, dt_div(x, dt_exp(y)))
 RUN(div_by, dt_div(x, y))
+RUN(minimum, dt_minimum(x, y))
+RUN(maximum, dt_maximum(x, y))
+RUN(less, dt_less(x, y))
+RUN(less_equal, dt_less_equal(x, y))
+RUN(equal, dt_equal(x, y))
+RUN(where, dt_where(dt_less(x, dt_affine(x, 0, 0)), y, z))
+RUN(masked_fill, dt_masked_fill(x, dt_less(y, dt_affine(y, 0, 0)), 3))
 RUN(sum_0, dt_sum_over(x, 0))
 RUN(sum_1, dt_sum_over(x, 1))
 RUN(sum_all, dt_sum_over(x, DT_ALL))
@@ -70,6 +83,39 @@ RUN(mean_1, dt_mean_over(x, 1))
 RUN(mean_all, dt_mean_over(x, DT_ALL))
 RUN(max_1, dt_max_over(x, 1))
 RUN(max_all, dt_max_over(x, DT_ALL))
+RUN(argmax, dt_cast(dt_argmax(x, 1), DT_F64))
+RUN(one_hot, dt_one_hot(x, 3, DT_F64))
+RUN(sum_12, dt_sum_dims(x, (dt_reduce_desc){ { 1, 2 }, 2, 0 }))
+RUN(sum_kept, dt_sum_dims(x, (dt_reduce_desc){ { -1 }, 1, 1 }))
+RUN(sum_apart, dt_sum_dims(x, (dt_reduce_desc){ { 2, 0 }, 2, 0 }))
+RUN(sum_apart_kept, dt_sum_dims(x, (dt_reduce_desc){ { 2, 0 }, 2, 1 }))
+RUN(mean_12, dt_mean_dims(x, (dt_reduce_desc){ { 1, 2 }, 2, 0 }))
+RUN(mean_kept, dt_mean_dims(x, (dt_reduce_desc){ { 1 }, 1, 1 }))
+RUN(mean_apart_kept, dt_mean_dims(x, (dt_reduce_desc){ { 2, 0 }, 2, 1 }))
+RUN(max_12, dt_max_dims(x, (dt_reduce_desc){ { 1, 2 }, 2, 0 }))
+RUN(max_kept, dt_max_dims(x, (dt_reduce_desc){ { 0 }, 1, 1 }))
+RUN(cumsum_1, dt_cumsum(x, 1))
+RUN(select_1, dt_select(x, 1, -1))
+RUN(select_0, dt_select(x, 0, 1))
+RUN(permute_201, dt_permute(x, (const int[3]){ 2, 0, 1 }))
+RUN(permute_021, dt_permute(x, (const int[3]){ 0, 2, -2 }))
+RUN(broadcast, dt_broadcast_to(x, DT_SHAPE(2, x->shape.d[0], 3, x->shape.d[2])))
+RUN(broadcast_row, dt_broadcast_to(x, DT_SHAPE(3, x->shape.d[0])))
+RUN(matmul_nn, dt_matmul(x, y, (dt_matmul_desc){ 0, 0 }))
+RUN(matmul_nt, dt_matmul(x, y, (dt_matmul_desc){ 0, 1 }))
+RUN(matmul_tn, dt_matmul(x, y, (dt_matmul_desc){ 1, 0 }))
+RUN(matmul_tt, dt_matmul(x, y, (dt_matmul_desc){ 1, 1 }))
+#define WINDOW \
+    (dt_window_desc) { \
+        { 3, 3 }, { 1, 1 }, { 1, 1 }, { 1, 1 } \
+    }
+RUN(patches, dt_patches(x, WINDOW, 0))
+RUN(patches_padded, dt_patches(x, WINDOW, 1))
+RUN(conv, dt_conv2d(x, y, z, WINDOW))
+RUN(conv_row, dt_conv1d(x, y, NULL, WINDOW))
+RUN(max_pool, dt_max_pool2d(x, WINDOW))
+RUN(avg_pool, dt_avg_pool2d(x, WINDOW))
+RUN(group_norm, dt_group_norm(x, 3, y, z, 0))
 RUN(softmax, dt_softmax(x))
 RUN(topk, dt_topk(x, 2, NULL))
 RUN(slice_0, dt_slice(x, 0, 1, 2))
@@ -102,6 +148,7 @@ RUN(attention, dt_attention(x, y, z, (dt_attn_desc){ 0 }))
 RUN(loss, dt_cross_entropy(x, y, 36))
 RUN(linear_loss, dt_linear_cross_entropy(x, z, y, 36, (dt_loss_desc){ 0 }))
 RUN(mse, dt_mse(x, y, 36))
+RUN(bce, dt_bce_with_logits(x, y, 36))
 
 static dt_tensor *run_concat_0(const rank_case *c) { return dt_concat(c->in, 2, 0); }
 static dt_tensor *run_concat_1(const rank_case *c) { return dt_concat(c->in, 2, 1); }
@@ -148,6 +195,12 @@ static const op_case ops[] = {
     { OP(tanh), { S2 }, .accepted = 4 },
     { OP(exp), { S2 }, .accepted = 4 },
     { OP(ln), { S2 }, .accepted = 4 },
+    { OP(sigmoid), { S2 }, .accepted = 4 },
+    { OP(softplus), { S2 }, .accepted = 4 },
+    { OP(sqrt), { S2 }, .accepted = 4 },
+    { OP(abs), { S2 }, .accepted = 4 },
+    { OP(pow), { S2 }, .accepted = 4 },
+    { OP(clamp), { S2 }, .accepted = 4 },
     { OP(shift), { S2 }, .accepted = 4 },
     { OP(scale), { S2 }, .accepted = 5 },
     { OP(cast), { S2 }, .params = 1, .accepted = 5, .params_accepted = 4, .params_lost = 1 },
@@ -162,6 +215,14 @@ static const op_case ops[] = {
     { OP(mul), { S1, S3 }, .accepted = 7 },
     { OP(div), { S2, S2 }, .accepted = 5 },
     { OP(div_by), { S3, S1 }, .params = 2, .accepted = 6, .params_accepted = 6 },
+    { OP(minimum), { S2, S2 }, .accepted = 4 },
+    { OP(maximum), { S3, S1 }, .params = 2, .accepted = 5, .params_accepted = 5 },
+    { OP(less), { S2, S2 }, .accepted = 6 },
+    { OP(less_equal), { S3, S1 }, .params = 2, .accepted = 9, .params_accepted = 9 },
+    { OP(equal), { S2, { 2, { 6, 1 } } }, .accepted = 7 },
+    { OP(where), { S2, S2, S2 }, .accepted = 6 },
+    { OP(where), { S1, S3, { 3, { 6, 1, 6 } } }, .params = 2, .accepted = 9, .params_accepted = 9 },
+    { OP(masked_fill), { S3, S2 }, .accepted = 8 },
     { OP(sum_0), { S3 }, .accepted = 6 },
     { OP(sum_1), { S3 }, .accepted = 6 },
     { OP(sum_all), { S3 }, .accepted = 6 },
@@ -169,6 +230,41 @@ static const op_case ops[] = {
     { OP(mean_all), { S3 }, .accepted = 3 },
     { OP(max_1), { S3 }, .accepted = 4 },
     { OP(max_all), { S3 }, .accepted = 2 },
+    { OP(argmax), { S3 }, .accepted = 4 },
+    { OP(one_hot), { S2 }, .integers = 1, .accepted = 3 },
+    { OP(sum_12), { S3 }, .accepted = 6 },
+    { OP(sum_kept), { S3 }, .accepted = 6 },
+    { OP(sum_apart), { S3 }, .accepted = 6 },
+    { OP(sum_apart_kept), { S3 }, .accepted = 6 },
+    { OP(mean_12), { S3 }, .accepted = 4 },
+    { OP(mean_kept), { S3 }, .accepted = 5 },
+    { OP(mean_apart_kept), { S3 }, .accepted = 4 },
+    { OP(max_12), { S3 }, .accepted = 3 },
+    { OP(max_kept), { S3 }, .accepted = 4 },
+    { OP(cumsum_1), { S3 }, .accepted = 5 },
+    { OP(select_1), { S3 }, .accepted = 5 },
+    { OP(select_0), { S3 }, .accepted = 5 },
+    { OP(permute_201), { S3 }, .params = 1, .accepted = 6, .params_accepted = 5, .params_lost = 1 },
+    { OP(permute_021), { S3 }, .accepted = 6 },
+    { OP(broadcast), { { 3, { 6, 1, 6 } } }, .params = 1, .accepted = 5, .params_accepted = 4,
+        .params_lost = 1 },
+    { OP(broadcast_row), { S1 }, .accepted = 4 },
+    { OP(matmul_nn), { S3, S3 }, .accepted = 8 },
+    { OP(matmul_nt), { S3, S3 }, .accepted = 8 },
+    { OP(matmul_tn), { S3, S3 }, .accepted = 8 },
+    { OP(matmul_tt), { S3, S3 }, .accepted = 8 },
+    { OP(matmul_nn), { S3, S2 }, .params = 2, .accepted = 8, .params_accepted = 7 },
+    { OP(matmul_nt), { S2, S3 }, .params = 1, .accepted = 8, .params_accepted = 7 },
+    { OP(matmul_tn), { S3, S2 }, .params = 2, .accepted = 8, .params_accepted = 7 },
+    { OP(matmul_tt), { S2, S3 }, .accepted = 8 },
+    { OP(patches), { { 4, { 6, 2, 2, 6 } } }, .accepted = 5 },
+    { OP(patches_padded), { { 4, { 6, 2, 2, 6 } } }, .accepted = 4 },
+    { OP(conv), { { 4, { 6, 2, 2, 6 } }, { 4, { 6, 3, 3, 6 } }, S1 }, .params = 6, .accepted = 7,
+        .params_accepted = 4 },
+    { OP(conv_row), { S3, { 3, { 6, 3, 6 } } }, .params = 2, .accepted = 7, .params_accepted = 6 },
+    { OP(max_pool), { S4 }, .accepted = 4 },
+    { OP(avg_pool), { S4 }, .accepted = 5 },
+    { OP(group_norm), { S3, S1, S1 }, .params = 6, .accepted = 3, .params_accepted = 3 },
     { OP(softmax), { S3 }, .accepted = 4 },
     { OP(topk), { S3 }, .accepted = 4 },
     { OP(slice_0), { S3 }, .accepted = 5 },
@@ -204,6 +300,7 @@ static const op_case ops[] = {
     { OP(linear_loss), { S3, S2, S2 }, .integers = 2, .params = 4, .accepted = 4,
         .params_accepted = 4 },
     { OP(mse), { S3, S3 }, .accepted = 5 },
+    { OP(bce), { S3, S3 }, .accepted = 5 },
 };
 enum { OPS = sizeof ops / sizeof *ops };
 
@@ -604,6 +701,9 @@ MISTAKE(dropout, dt_dropout(tokens(m), 0.5, 1, NULL))
 MISTAKE(norm, dt_layernorm(hidden(m), m->gain, m->gain, 0))
 MISTAKE(placed, dt_place(hidden(m), m->tp, DT_REPLICATE))
 MISTAKE(placed_param, dt_place(m->gain, m->tp, DT_REPLICATE))
+MISTAKE(repeated,
+    dt_broadcast_to(dt_place(dt_slice(m->x, 2, 0, 1), m->tp, DT_SHARD(2)), DT_SHAPE(2, 4, 3)))
+MISTAKE(scores, dt_matmul(tokens(m), dt_place(m->x, m->tp, DT_REPLICATE), (dt_matmul_desc){ 0, 1 }))
 MISTAKE(placed_nowhere, dt_place(m->x, m->tp, DT_SHARD(3)))
 
 static dt_tensor *mistake_backward(small *m) {
@@ -657,6 +757,10 @@ static const mistake mistakes[] = {
     { WRONG(gelu), { "dt_gelu(dt_linear): dt_linear (2,4,4) is a partial sum over 'tp'",
                        "dt_redistribute(x, tp, DT_PARTIAL, DT_REPLICATE)" } },
     { WRONG(gelu_fused), { "the product is a partial sum over 'tp'" } },
+    { WRONG(repeated), { "dt_broadcast_to(dt_slice): dimension 2 of (2,4,1) is sharded over 'tp'",
+                           "dt_redistribute(x, tp, DT_SHARD(2), DT_REPLICATE)" } },
+    { WRONG(scores), { "dt_matmul(dt_redistribute, dt_input)", "the gradient of dt_input",
+                         "dt_tp_enter(x, tp, DT_REPLICATE)" } },
     { WRONG(from), { "dt_redistribute(dt_linear): dt_linear (2,4,4) is SHARD(2) over 'tp', not "
                      "SHARD(1)" } },
     { WRONG(from_equal), { "is PARTIAL over 'tp', not REPLICATE" } },

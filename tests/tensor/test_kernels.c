@@ -27,6 +27,9 @@ static dt_status multiply(dt_dtype type, int isa, const dt_matmul_args *a) {
 }
 static const dt_dtype float_types[4] = { DT_F32, DT_F64, DT_BF16, DT_F16 };
 
+/* The parameters of the activations that have some; LOW and HIGH are those of DT_ACT_CLAMP. */
+static const double SCALE = 1.5, SHIFT = -0.25, LOW = -0.75, HIGH = 0.5;
+
 static double naive_act(int act, double x) {
     switch (act) {
     case DT_ACT_GELU: return 0.5 * x * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)));
@@ -36,6 +39,13 @@ static double naive_act(int act, double x) {
     case DT_ACT_TANH: return tanh(x);
     case DT_ACT_EXP: return exp(x);
     case DT_ACT_LN: return log(x);
+    case DT_ACT_SIGMOID: return 1 / (1 + exp(-x));
+    case DT_ACT_SOFTPLUS: return log1p(exp(x));
+    case DT_ACT_SQRT: return sqrt(x);
+    case DT_ACT_ABS: return fabs(x);
+    case DT_ACT_AFFINE: return SCALE * x + SHIFT;
+    case DT_ACT_POW: return pow(x, SCALE);
+    case DT_ACT_CLAMP: return fmin(fmax(x, LOW), HIGH);
     default: return x;
     }
 }
@@ -53,6 +63,13 @@ static double naive_slope(int act, double x) {
     case DT_ACT_TANH: return 1 - tanh(x) * tanh(x);
     case DT_ACT_EXP: return exp(x);
     case DT_ACT_LN: return 1 / x;
+    case DT_ACT_SIGMOID: return s * (1 - s);
+    case DT_ACT_SOFTPLUS: return s;
+    case DT_ACT_SQRT: return 0.5 / sqrt(x);
+    case DT_ACT_ABS: return x > 0 ? 1 : -1;
+    case DT_ACT_AFFINE: return SCALE;
+    case DT_ACT_POW: return SCALE * pow(x, SCALE - 1);
+    case DT_ACT_CLAMP: return x > LOW && x < HIGH;
     default: return 1;
     }
 }
@@ -347,39 +364,141 @@ static void same(bench *b, const char *what, const void *x, dt_dtype type, const
 #define OK(call) \
     CHECK_MSG((call) == DT_OK, "%s %s: %s", isa_name[b->isa], dt_dtype_name(b->t), #call)
 
+/* Returns 1 if the function is defined for positive numbers only. */
+static int takes_positive(int act) {
+    return act == DT_ACT_LN || act == DT_ACT_SQRT || act == DT_ACT_POW;
+}
+
 static void bench_unary(bench *b) {
     for (int act = 0; act < DT_ACTS; act++)
         for (int add = 0; add < 2; add++) {
+            double scale = act == DT_ACT_CLAMP ? LOW : SCALE,
+                   shift = act == DT_ACT_CLAMP ? HIGH : SHIFT;
             void *x = array_of(b, b->t, N, 8), *y = array(b, N), *d = array(b, N),
                  *dx = array(b, N);
             double *f = doubles(b, N), *g = before(b, dx, b->t, N);
             for (int i = 0; i < N; i++) {
-                if (act == DT_ACT_LN) put(x, b->t, i, 0.1 + fabs(get(x, b->t, i)));
+                if (takes_positive(act)) put(x, b->t, i, 0.1 + fabs(get(x, b->t, i)));
                 double in = get(x, b->t, i), up = get(d, b->t, i);
-                f[i] = act == DT_ACT_AFFINE ? 1.5 * in - 0.25 : naive_act(act, in);
-                g[i] = (add ? g[i] : 0) + up * (act == DT_ACT_AFFINE ? 1.5 : naive_slope(act, in));
+                f[i] = naive_act(act, in);
+                g[i] = (add ? g[i] : 0) + up * naive_slope(act, in);
             }
-            dt_unary_args a = { b->t, act, y, x, N, 1.5, -0.25 };
-            dt_unary_back_args back = { b->t, act, dx, d, x, N, 1.5, add };
+            dt_unary_args a = { b->t, act, y, x, N, scale, shift };
+            dt_unary_back_args back = { b->t, act, dx, d, x, N, scale, shift, add };
             OK(b->v->unary(&a));
             OK(b->v->unary_back(&back));
             same(b, "unary", y, b->t, f, N, 1);
             same(b, "unary_back", dx, b->t, g, N, 4);
         }
     dt_unary_args none = { b->t, DT_ACTS, NULL, NULL, 0, 0, 0 };
-    dt_unary_back_args back = { b->t, -1, NULL, NULL, NULL, 0, 0, 0 };
+    dt_unary_back_args back = { b->t, -1, NULL, NULL, NULL, 0, 0, 0, 0 };
     CHECK(b->v->unary(&none) == DT_ERR_ARG && b->v->unary_back(&back) == DT_ERR_ARG);
+}
+
+/* Values and derivatives at the edges of a function's domain, at its kinks and far out. An infinite
+   gradient of the output stays away from inputs with the derivative 0. */
+static void bench_unary_edges(bench *b) {
+    static const double i = INFINITY;
+    static const struct edge {
+        int act;
+        double scale, shift, x, y, slope;
+    } edges[] = {
+        { DT_ACT_SIGMOID, 0, 0, 0, 0.5, 0.25 },
+        { DT_ACT_SIGMOID, 0, 0, 1000, 1, 0 },
+        { DT_ACT_SIGMOID, 0, 0, -1000, 0, 0 },
+        { DT_ACT_SOFTPLUS, 0, 0, 1000, 1000, 1 },
+        { DT_ACT_SOFTPLUS, 0, 0, -1000, 0, 0 },
+        { DT_ACT_SQRT, 0, 0, 0, 0, i },
+        { DT_ACT_SQRT, 0, 0, 4, 2, 0.25 },
+        { DT_ACT_ABS, 0, 0, 0, 0, 0 },
+        { DT_ACT_ABS, 0, 0, -0.0, 0, 0 },
+        { DT_ACT_ABS, 0, 0, -i, i, -1 },
+        { DT_ACT_POW, 2, 0, -3, 9, -6 },
+        { DT_ACT_POW, 3, 0, -2, -8, 12 },
+        { DT_ACT_POW, 1, 0, 0, 0, 1 },
+        { DT_ACT_POW, 0, 0, 0, 1, 0 },
+        { DT_ACT_POW, 0, 0, NAN, 1, 0 },
+        { DT_ACT_POW, -1, 0, 2, 0.5, -0.25 },
+        { DT_ACT_POW, -1, 0, 0, i, -i },
+        { DT_ACT_POW, 0.5, 0, 0, 0, i },
+        { DT_ACT_CLAMP, -1, 2, -1, -1, 0 },
+        { DT_ACT_CLAMP, -1, 2, 2, 2, 0 },
+        { DT_ACT_CLAMP, -1, 2, -1.5, -1, 0 },
+        { DT_ACT_CLAMP, -1, 2, 2.5, 2, 0 },
+        { DT_ACT_CLAMP, -1, i, 3, 3, 1 },
+        { DT_ACT_CLAMP, -1, i, -i, -1, 0 },
+        { DT_ACT_CLAMP, -1, 2, NAN, NAN, 0 },
+    };
+    for (size_t e = 0; e < sizeof edges / sizeof *edges; e++) {
+        const struct edge *k = &edges[e];
+        double slope = k->slope, one[3] = { 1, 1, i };
+        void *x = array(b, 3), *y = array(b, 3), *d = array(b, 3), *dx = array(b, 3);
+        for (int j = 0; j < 3; j++) put(x, b->t, j, k->x), put(d, b->t, j, one[j]);
+        dt_unary_args a = { b->t, k->act, y, x, 3, k->scale, k->shift };
+        dt_unary_back_args back = { b->t, k->act, dx, d, x, 3, k->scale, k->shift, 0 };
+        OK(b->v->unary(&a));
+        OK(b->v->unary_back(&back));
+        double f = get(y, b->t, 1), g = get(dx, b->t, 1);
+        CHECK_MSG((f == k->y && !signbit(f) == !signbit(k->y + 0)) || (isnan(f) && isnan(k->y)),
+            "function %d (%g, %g) of %g is %g", k->act, k->scale, k->shift, k->x, f);
+        CHECK_MSG(g == slope, "its derivative is %g, not %g", g, slope);
+        int steps = k->act == DT_ACT_ABS || k->act == DT_ACT_CLAMP || k->scale == 0;
+        if (k->act >= DT_ACT_ABS && slope == 0 && steps) CHECK(get(dx, b->t, 2) == 0);
+    }
+}
+
+static double naive_binary(int op, double p, double q) {
+    switch (op) {
+    case DT_ADD: return p + q;
+    case DT_SUB: return p - q;
+    case DT_MUL: return p * q;
+    case DT_DIV: return p / q;
+    case DT_MINIMUM: return isnan(p) || isnan(q) ? NAN : fmin(p, q);
+    case DT_MAXIMUM: return isnan(p) || isnan(q) ? NAN : fmax(p, q);
+    case DT_LESS: return p < q;
+    case DT_LESS_EQUAL: return p <= q;
+    case DT_EQUAL: return p == q;
+    default: return p < q ? 0 : p == q ? 0.5 : 1;
+    }
+}
+
+/* Minimum, maximum and comparisons of all pairs of special values. */
+static void bench_binary_special(bench *b) {
+    enum { SPECIAL = 7 };
+    static const double special[SPECIAL] = { 0, -0.0, 1, -1, INFINITY, -INFINITY, NAN };
+    void *x = array(b, SPECIAL), *out = array(b, SPECIAL * SPECIAL);
+    for (int i = 0; i < SPECIAL; i++) put(x, b->t, i, special[i]);
+    for (int op = DT_MINIMUM; op < DT_BINARY_OPS; op++) {
+        dt_binary_args a = { .dtype = b->t,
+            .op = op,
+            .out = out,
+            .a = x,
+            .b = x,
+            .shape = DT_SHAPE(SPECIAL, SPECIAL),
+            .stride_a = { 1, 0 },
+            .stride_b = { 0, 1 } };
+        OK(b->v->binary(&a));
+        for (int i = 0; i < SPECIAL * SPECIAL; i++) {
+            double p = special[i / SPECIAL], q = special[i % SPECIAL],
+                   want = naive_binary(op, p, q), got = get(out, b->t, i);
+            CHECK_MSG(got == want || (isnan(got) && isnan(want)), "binary %d of %g and %g is %g",
+                op, p, q, got);
+        }
+    }
 }
 
 static void bench_binary(bench *b) {
     static const int64_t stride[3][2][3] = { { { 185, 5, 1 }, { 185, 5, 1 } },
         { { 0, 5, 1 }, { 37, 1, 0 } }, { { 5, 0, 1 }, { 1, 3, 0 } } };
-    for (int op = 0; op < 4; op++)
+    for (int op = 0; op < DT_BINARY_OPS; op++)
         for (int s = 0; s < 6; s++) {
             void *x = array(b, N), *y = array(b, N), *out = array(b, N);
             double *want = before(b, out, b->t, 3 * 37 * 5);
             dt_shape shape = DT_SHAPE(3, 37, 5);
-            for (int i = 0; i < N; i++) put(y, b->t, i, 1.5 + get(y, b->t, i) / 2);
+            for (int i = 0; i < N; i++) {
+                if (op < DT_MINIMUM) put(y, b->t, i, 1.5 + get(y, b->t, i) / 2);
+                if (op > DT_MAXIMUM && i % 3 == 0) put(y, b->t, i, get(x, b->t, i)); /* ties */
+            }
             dt_binary_args a = { .dtype = b->t,
                 .op = op,
                 .out = out,
@@ -395,16 +514,54 @@ static void bench_binary(bench *b) {
                 int64_t ib =
                     i / 185 * a.stride_b[0] + i / 5 % 37 * a.stride_b[1] + i % 5 * a.stride_b[2];
                 double p = get(x, b->t, ia), q = get(y, b->t, ib);
-                want[i] = (s > 2 ? want[i] : 0) + (op == 0      ? p + q
-                                                      : op == 1 ? p - q
-                                                      : op == 2 ? p * q
-                                                                : p / q);
+                want[i] = (s > 2 ? want[i] : 0) + naive_binary(op, p, q);
             }
             OK(b->v->binary(&a));
             same(b, "binary", out, b->t, want, 3 * 37 * 5, 1);
-            a.op = 4;
+            a.op = DT_BINARY_OPS;
             CHECK(b->v->binary(&a) == DT_ERR_ARG);
         }
+}
+
+/* Element by element; a strided mask, a repeated a, and zeros in place of b. A NaN that is not
+   chosen does not show. */
+static void bench_where(bench *b) {
+    void *mask = array(b, N), *x = array(b, N), *y = array(b, N), *out = array(b, N);
+    for (int i = 0; i < N; i++) {
+        if (i % 3) put(mask, b->t, i, i % 3 == 1 ? 0 : -0.0);
+        if (i % 5 == 0) put(i % 3 ? x : y, b->t, i, NAN);
+    }
+    put(mask, b->t, 0, NAN); /* not 0 */
+    dt_where_args a = { .dtype = b->t,
+        .out = out,
+        .mask = mask,
+        .a = x,
+        .b = y,
+        .shape = DT_SHAPE(N),
+        .stride_mask = { 1 },
+        .stride_a = { 1 },
+        .stride_b = { 1 } };
+    OK(b->v->where(&a));
+    for (int i = 0; i < N; i++) CHECK(get(out, b->t, i) == get(i % 3 ? y : x, b->t, i));
+    for (int add = 0; add < 2; add++) {
+        double *want = before(b, out, b->t, R * C);
+        dt_where_args zeros = { .dtype = b->t,
+            .out = out,
+            .mask = mask,
+            .a = x,
+            .shape = DT_SHAPE(R, C),
+            .stride_mask = { 1, R },
+            .stride_a = { 0, 1 },
+            .accumulate = add };
+        for (int i = 0; i < C; i++) put(x, b->t, i, 0.25 + i);
+        for (int r = 0; r < R; r++)
+            for (int c = 0; c < C; c++) {
+                double *to = &want[r * C + c], chosen = (r + c * R) % 3 ? 0 : 0.25 + c;
+                *to = (add ? *to : 0) + chosen;
+            }
+        OK(b->v->where(&zeros));
+        same(b, "where", out, b->t, want, R * C, 1);
+    }
 }
 
 /* A permutation with a repeated dimension (stride 0), stored and accumulated. */
@@ -453,6 +610,8 @@ static void bench_glu(bench *b) {
             OK(b->v->glu_back(&back));
             same(b, "glu", y, b->t, f, N, 4);
             same(b, "glu_back", dx, b->t, g, 2 * N, 8);
+            a.act = back.act = DT_ACT_AFFINE; /* has parameters */
+            CHECK(b->v->glu(&a) == DT_ERR_ARG && b->v->glu_back(&back) == DT_ERR_ARG);
         }
 }
 
@@ -473,6 +632,63 @@ static void bench_sum(bench *b) {
         dt_sum_args a = { b->t, out, x, outer, n, inner, 0.375, add, wide, NULL, 0 };
         OK(b->v->sum(&a));
         same(b, "sum", out, to, want, outer * inner, 4);
+    }
+}
+
+static void bench_cumsum(bench *b) {
+    static const size_t shape[4][3] = { { 3, 17, 5 }, { 1, R, C }, { 2, 3, 521 }, { 2, 521, 1 } };
+    for (int s = 0; s < 16; s++) {
+        size_t outer = shape[s % 4][0], n = shape[s % 4][1], inner = shape[s % 4][2],
+               count = outer * n * inner;
+        int reverse = s / 4 % 2, add = s / 8;
+        void *x = array(b, count), *out = array(b, count);
+        double *want = before(b, out, b->t, count);
+        for (size_t i = 0; i < count; i++) {
+            size_t j = i / inner % n;
+            double sum = 0;
+            for (size_t l = reverse ? j : 0; l < (reverse ? n : j + 1); l++)
+                sum += get(x, b->t, (int64_t)(i + l * inner - j * inner));
+            want[i] = (add ? want[i] : 0) + sum;
+        }
+        dt_cumsum_args a = { b->t, out, x, outer, n, inner, reverse, add };
+        OK(b->v->cumsum(&a));
+        same(b, "cumsum", out, b->t, want, count, 64);
+    }
+}
+
+static void bench_patches(bench *b) {
+    static const dt_window windows[] = {
+        { 2, { 5, 7 }, { 5, 7 }, 1, { 3, 3 }, { 1, 1 }, { 1, 1 }, { 1, 1 } },
+        { 1, { 6, 9 }, { 3, 3 }, 5, { 2, 3 }, { 2, 4 }, { 0, 1 }, { 1, 1 } },
+        { 1, { 8, 5 }, { 2, 4 }, 3, { 3, 2 }, { 3, 1 }, { 1, 0 }, { 2, 1 } },
+        { 2, { 1, 3 }, { 1, 2 }, 521, { 1, 2 }, { 1, 2 }, { 0, 1 }, { 1, 1 } },
+    };
+    for (int s = 0; s < 8; s++) {
+        const dt_window w = windows[s % 4];
+        int64_t each = w.kernel[0] * w.kernel[1], pixels = w.batch * w.in[0] * w.in[1] * w.channels,
+                count = w.batch * w.out[0] * w.out[1] * each * w.channels, add = s / 4;
+        void *x = array(b, (size_t)pixels), *out = array(b, (size_t)count),
+             *dx = array(b, (size_t)pixels), *dout = array(b, (size_t)count);
+        double *want = doubles(b, (size_t)count), *back = before(b, dx, b->t, (size_t)pixels);
+        if (!add) memset(back, 0, (size_t)pixels * sizeof *back);
+        for (int64_t i = 0; i < count; i++) {
+            int64_t c = i % w.channels, k = i / w.channels % each, at = i / w.channels / each;
+            int64_t column = at % w.out[1] * w.stride[1] + k % w.kernel[1] * w.dilation[1] -
+                             w.padding[1],
+                    row = at / w.out[1] % w.out[0] * w.stride[0] + k / w.kernel[1] * w.dilation[0] -
+                          w.padding[0],
+                    image = at / w.out[1] / w.out[0];
+            int64_t from = ((image * w.in[0] + row) * w.in[1] + column) * w.channels + c;
+            int outside = row < 0 || row >= w.in[0] || column < 0 || column >= w.in[1];
+            want[i] = outside ? -0.5 : get(x, b->t, from);
+            if (!outside) back[from] += get(dout, b->t, i);
+        }
+        dt_patches_args a = { b->t, out, x, w, -0.5 };
+        dt_patches_back_args d = { b->t, dx, dout, w, (int)add };
+        OK(b->v->patches(&a));
+        OK(b->v->patches_back(&d));
+        same(b, "patches", out, b->t, want, (size_t)count, 1);
+        same(b, "patches_back", dx, b->t, back, (size_t)pixels, 16);
     }
 }
 
@@ -743,6 +959,40 @@ static void bench_cross_entropy(bench *b, int kind) {
     CHECK(b->v->cross_entropy(&a) == DT_ERR_ARG);
 }
 
+/* Binary cross-entropy of logits up to 200 and targets between 0 and 1, most of them 0 or 1. */
+static void bench_bce(bench *b) {
+    enum { LONG = DT_PIECE + 77 };
+    void *x = array(b, LONG), *y = array(b, LONG), *dx = array(b, LONG), *dy = array(b, LONG);
+    double *gx = before(b, dx, b->t, LONG), *gy = before(b, dy, b->t, LONG), loss = 0, total = 0,
+           up = 0.5;
+    for (int i = 0; i < LONG; i++) {
+        put(x, b->t, i, get(x, b->t, i) * (i % 4 ? 4 : 200));
+        put(y, b->t, i, i % 3 < 2 ? i % 3 : fabs(get(y, b->t, i)));
+        double p = get(x, b->t, i), q = get(y, b->t, i);
+        total += p > 0 ? p * (1 - q) + log1p(exp(-p)) : -p * q + log1p(exp(p));
+        gx[i] += 0.5 * 0.3 * (1 / (1 + exp(-p)) - q);
+        gy[i] -= 0.5 * 0.3 * p;
+    }
+    dt_pair_loss_args a = { b->t, DT_PAIR_BCE, &loss, x, y, LONG, 3 };
+    dt_pair_loss_back_args back = { b->t, DT_PAIR_BCE, dx, x, y, LONG, &up, 0.3, 1 },
+                           target = { b->t, DT_PAIR_BCE_TARGET, dy, y, x, LONG, &up, 0.3, 1 };
+    OK(b->v->pair_loss(&a));
+    OK(b->v->pair_loss_back(&back));
+    OK(b->v->pair_loss_back(&target));
+    CHECK_MSG(fabs(loss - total / 3) < (b->t == DT_F64 ? 1e-14 : 1e-6) * total,
+        "loss %.9g, not %.9g", loss, total / 3);
+    same(b, "bce back", dx, b->t, gx, LONG, 1);
+    same(b, "bce target", dy, b->t, gy, LONG, 1);
+    /* a right and sure answer still has a loss, which a sum with cancellation would lose */
+    put(x, b->t, 0, -20);
+    put(y, b->t, 0, 0);
+    a.count = 1;
+    OK(b->v->pair_loss(&a));
+    CHECK(fabs(loss * 3 / log1p(exp(-20)) - 1) < 1e-5);
+    a.kind = DT_PAIR_BCE_TARGET, back.kind = DT_PAIR_BCE_TARGET + 1;
+    CHECK(b->v->pair_loss(&a) == DT_ERR_ARG && b->v->pair_loss_back(&back) == DT_ERR_ARG);
+}
+
 static void bench_others(bench *b) {
     enum { LONG = 2 * DT_PIECE + 77 };
     void *x = array(b, LONG), *y = array(b, LONG), *dx = array(b, LONG);
@@ -756,11 +1006,11 @@ static void bench_others(bench *b) {
         g[i] += 0.5 * 0.3 * (p - q);
         want[i] = 0.1;
     }
-    dt_mse_args mse = { b->t, &loss, x, y, LONG, 3 };
-    dt_mse_back_args back = { b->t, dx, x, y, LONG, &up, 0.3, 1 };
+    dt_pair_loss_args mse = { b->t, DT_PAIR_SQUARE, &loss, x, y, LONG, 3 };
+    dt_pair_loss_back_args back = { b->t, DT_PAIR_SQUARE, dx, x, y, LONG, &up, 0.3, 1 };
     dt_square_sums_args square = { b->t, sums, x, LONG };
-    OK(b->v->mse(&mse));
-    OK(b->v->mse_back(&back));
+    OK(b->v->pair_loss(&mse));
+    OK(b->v->pair_loss_back(&back));
     OK(b->v->square_sums(&square));
     CHECK(fabs(loss - total / 3) < 1e-9 * total);
     for (int i = 0; i < 3; i++) CHECK(fabs(sums[i] - squares[i]) < 1e-12 * squares[i]);
@@ -1441,9 +1691,10 @@ static void bench_all_attention(bench *b) {
 /* Runs all kernels that promise the same bits with every instruction set. Returns the hash of their
    outputs. */
 static uint64_t bench_all(bench *b) {
-    static void (*const group[])(bench *) = { bench_unary, bench_binary, bench_permute, bench_glu,
-        bench_sum, bench_pick, bench_softmax, bench_rows, bench_others, bench_updates,
-        bench_update_lists, bench_signs, bench_dropout };
+    static void (*const group[])(bench *) = { bench_unary, bench_unary_edges, bench_binary,
+        bench_binary_special, bench_where, bench_bce, bench_permute, bench_glu, bench_sum,
+        bench_pick, bench_softmax, bench_rows, bench_others, bench_updates, bench_update_lists,
+        bench_signs, bench_dropout, bench_cumsum, bench_patches };
     for (size_t i = 0; i < sizeof group / sizeof *group; i++) {
         group[i](b);
         while (b->n_all > 0) free(b->all[--b->n_all]);
@@ -1581,14 +1832,16 @@ static double ulp_error(float ours, double exact) {
 
 /* Tests every 2,039th of all floats. */
 static void accuracy(void) {
-    double worst[4] = { 0 }, tail = 0, below_normal = 0;
-    float at[4] = { 0 };
+    double worst[5] = { 0 }, tail = 0, below_normal = 0;
+    float at[5] = { 0 };
     int nan_wrong = 0;
     for (uint64_t bits = 0; bits < (uint64_t)1 << 32; bits += 2039) {
         float x = float_of((uint32_t)bits),
-              ours[4] = { dt__expf(x), dt__logf(x), dt__tanhf(x), dt__phif(x) };
-        double exact[4] = { exp(x), log(x), tanh(x), 0.5 * erfc(-0.70710678118654752440 * x) };
-        for (int f = 0; f < 4; f++) {
+              ours[5] = { dt__expf(x), dt__logf(x), dt__tanhf(x), dt__phif(x), dt__log1pf(x) };
+        double exact[5] = { exp(x), log(x), tanh(x), 0.5 * erfc(-0.70710678118654752440 * x),
+            log1p(x) };
+        for (int f = 0; f < 5; f++) {
+            if (f == 4 && (x < 0 || isinf(x))) continue; /* not for these */
             if (isnan(exact[f])) {
                 nan_wrong += !isnan(ours[f]);
                 continue;
@@ -1607,13 +1860,14 @@ static void accuracy(void) {
         }
     }
     printf("exp %.2f ulp (at %g), subnormal results %.2f; log %.2f (at %g); tanh %.2f (at %g); phi "
-           "%.2f (at %g), "
-           "its tail %.2f (1 + x^2)\n",
-        worst[0], at[0], below_normal, worst[1], at[1], worst[2], at[2], worst[3], at[3], tail);
+           "%.2f (at %g), its tail %.2f (1 + x^2); log1p %.2f (at %g)\n",
+        worst[0], at[0], below_normal, worst[1], at[1], worst[2], at[2], worst[3], at[3], tail,
+        worst[4], at[4]);
     CHECK_MSG(worst[0] <= 1.1 && below_normal <= 1.1, "exp: %.2f ulp at %.9g", worst[0], at[0]);
     CHECK_MSG(worst[1] <= 1.0, "log: %.2f ulp at %.9g", worst[1], at[1]);
     CHECK_MSG(worst[2] <= 4, "tanh: %.2f ulp at %.9g", worst[2], at[2]);
     CHECK_MSG(worst[3] <= 6 && tail < 3, "phi: %.2f ulp at %.9g, tail %.2f", worst[3], at[3], tail);
+    CHECK_MSG(worst[4] <= 3, "log1p: %.2f ulp at %.9g", worst[4], at[4]);
     CHECK_MSG(nan_wrong == 0, "%d results should be NaN", nan_wrong);
     CHECK(dt__expf(0) == 1 && dt__logf(1) == 0 && dt__tanhf(0) == 0 && dt__phif(0) == 0.5f);
 }
@@ -1630,7 +1884,7 @@ static void far_values(void) {
                 put(&in, type, 0, x[i]);
                 put(&dy, type, 0, 1);
                 dt_unary_args f = { type, act, &out, &in, 1, 0, 0 };
-                dt_unary_back_args back = { type, act, &dx, &dy, &in, 1, 0, 0 };
+                dt_unary_back_args back = { type, act, &dx, &dy, &in, 1, 0, 0, 0 };
                 CHECK(dt_kernels_cpu()->unary(&f, NULL) == DT_OK &&
                       dt_kernels_cpu()->unary_back(&back, NULL) == DT_OK);
                 CHECK(isnan(x[i]) ? isnan(get(&out, type, 0))
@@ -1647,24 +1901,27 @@ static int nans(const void *x, dt_dtype t, int from, int to) {
 }
 
 /* A NaN input makes exactly the outputs that depend on it NaN. Exceptions: DT_MAX of reduce skips a
-   NaN that is not the first element, and the derivative of ReLU at NaN is 0. */
+   NaN that is not the first element, and the derivatives of ReLU, |x| and the clamp at NaN are
+   0. */
 static void nan_elementwise(bench *b) {
     void *x = array(b, N), *y = array(b, N), *z = array(b, 2 * N), *two = array(b, 2 * N);
     put(x, b->t, 40, NAN);
     put(two, b->t, 2 * C + 3, NAN); /* a gate of row 1 */
     for (int act = 0; act < DT_ACTS; act++) {
-        dt_unary_args a = { b->t, act, z, x, N, 1.5, 1 };
+        double low = act == DT_ACT_CLAMP ? -9 : 1.5;
+        dt_unary_args a = { b->t, act, z, x, N, low, 9 };
         OK(b->v->unary(&a));
         CHECK_MSG(isnan(get(z, b->t, 40)), "unary %d loses a NaN", act);
-        CHECK(act == DT_ACT_LN || nans(z, b->t, 0, N) == 1);
-        dt_unary_back_args back = { b->t, act, z, x, y, N, 1.5, 0 };
+        CHECK(takes_positive(act) || nans(z, b->t, 0, N) == 1);
+        dt_unary_back_args back = { b->t, act, z, x, y, N, low, 9, 0 };
         put(y, b->t, 40, 2);
         OK(b->v->unary_back(&back));
-        CHECK_MSG(nans(z, b->t, 0, N) == 1 && isnan(get(z, b->t, 40)),
+        CHECK_MSG((takes_positive(act) || nans(z, b->t, 0, N) == 1) && isnan(get(z, b->t, 40)),
             "unary_back %d: %d outputs are NaN", act, nans(z, b->t, 0, N));
         back.dout = y, back.in = x;
         OK(b->v->unary_back(&back));
-        int expected = act != DT_ACT_NONE && act != DT_ACT_RELU && act != DT_ACT_AFFINE;
+        int expected = act != DT_ACT_NONE && act != DT_ACT_RELU && act != DT_ACT_AFFINE &&
+                       act != DT_ACT_ABS && act != DT_ACT_CLAMP;
         CHECK_MSG(isnan(get(z, b->t, 40)) == expected,
             "unary_back %d: the NaN of the input is lost, or spreads", act);
     }
@@ -1676,7 +1933,7 @@ static void nan_elementwise(bench *b) {
         .shape = DT_SHAPE(N),
         .stride_a = { 1 },
         .stride_b = { 1 } };
-    for (a.op = 0; a.op < 4; a.op++) {
+    for (a.op = 0; a.op < DT_LESS; a.op++) {
         OK(b->v->binary(&a));
         CHECK(nans(z, b->t, 0, N) == 1 && isnan(get(z, b->t, 40)));
     }
@@ -1703,8 +1960,8 @@ static void nan_elementwise(bench *b) {
     CHECK(nans(z, b->t, 0, N) == 2);
     double squares = 0, loss = 0;
     dt_square_sums_args square = { b->t, &squares, x, N };
-    dt_mse_args mse = { b->t, &loss, x, y, N, 1 };
-    CHECK(b->v->square_sums(&square) == DT_OK && isnan(squares) && b->v->mse(&mse) == DT_OK &&
+    dt_pair_loss_args mse = { b->t, DT_PAIR_SQUARE, &loss, x, y, N, 1 };
+    CHECK(b->v->square_sums(&square) == DT_OK && isnan(squares) && b->v->pair_loss(&mse) == DT_OK &&
           isnan(loss));
 }
 

@@ -391,8 +391,7 @@ static void fd_cross_entropy(void) {
 }
 
 static dt_tensor *build_mse(dt_tensor **in, fd_case *c) {
-    (void)c;
-    return dt_mse(in[0], in[1], 5);
+    return c->kind ? dt_bce_with_logits(in[0], in[1], 5) : dt_mse(in[0], in[1], 5);
 }
 
 /* a side loss attached before the end of the function */
@@ -453,6 +452,8 @@ static void fd_others(void) {
         dt_shape m = DT_SHAPE(3, odd[i]), big = DT_SHAPE(17, odd[i]);
         fd_check((fd_case){ .name = "mse", .build = build_mse, .n = 2, .shape = { m, m } });
         fd_check((fd_case){ .name = "mse", .build = build_mse, .n = 2, .shape = { big, big } });
+        fd_check((fd_case){
+            .name = "bce", .build = build_mse, .n = 2, .kind = 1, .shape = { big, big } });
     }
     fd_check((fd_case){
         .name = "side loss", .build = build_loss, .n = 2, .shape = { s, s }, .weight = 0.3 });
@@ -544,8 +545,8 @@ static dt_tensor *build_stream(dt_tensor **in, fd_case *c) {
 static void fd_linear_at(void) {
     static const int which[8] = { 0, L_RESIDUAL, L_SELF, L_VIEW, L_CONSTANT,
         L_CONSTANT | L_RESIDUAL, L_CONSTANT | L_SELF, L_WEIGHT };
-    for (int act = 0; act <= DT_ACT_EXP; act++)
-        for (int flags = 0; flags < 16; flags++) {
+    for (int act = 0; act <= DT_ACT_SOFTPLUS; act++)
+        for (int flags = 0; flags < 16 && act != DT_ACT_LN; flags++) {
             int dim = which[flags / 2] | (flags % 2 ? L_BIAS : 0),
                 square = dim & (L_SELF | L_VIEW | L_WEIGHT);
             char name[64];
@@ -598,6 +599,13 @@ static dt_tensor *build_unary(dt_tensor **in, fd_case *c) {
     if (c->kind == 11) return dt_layernorm(in[0], in[1], in[1], c->weight);
     if (c->kind == 12) return dt_swiglu(dt_swiglu(in[0]));
     if (c->kind == 13) return dt_softmax(dt_affine(in[0], 30, 0)); /* nearly one-hot */
+    if (c->kind == 14) return dt_sigmoid(in[0]);
+    if (c->kind == 15) return dt_softplus(in[0]);
+    if (c->kind == 16) return dt_sqrt(above_zero(in[0]));
+    if (c->kind == 17) return dt_abs(in[0]);
+    if (c->kind == 18) return dt_clamp(in[0], -0.5, 0.7);
+    if (c->kind == 19) return dt_pow(above_zero(in[0]), c->weight);
+    if (c->kind == 20) return dt_pow(in[0], c->weight);
     return f[c->kind](in[0]);
 }
 
@@ -609,6 +617,14 @@ static void fd_unary(void) {
                 .n = 1,
                 .kind = kind,
                 .shape = { i == 0 ? DT_SHAPE(1) : DT_SHAPE(3, odd[i]) } });
+    for (int kind = 14; kind < 21; kind++)
+        for (int i = 0; i < 4; i++)
+            fd_check((fd_case){ .name = "an elementwise function",
+                .build = build_unary,
+                .n = 1,
+                .kind = kind,
+                .weight = kind == 19 ? i - 1.5 : i,
+                .shape = { DT_SHAPE(3, odd[i]) } });
     fd_check((fd_case){ .name = "softmax of large values",
         .build = build_unary,
         .n = 1,
@@ -656,8 +672,11 @@ static void fd_unary(void) {
 }
 
 static dt_tensor *build_binary(dt_tensor **in, fd_case *c) {
-    static dt_tensor *(*const f[4])(dt_tensor *, dt_tensor *) = { dt_add, dt_sub, dt_mul, dt_div };
+    static dt_tensor *(*const f[DT_LESS])(
+        dt_tensor *, dt_tensor *) = { dt_add, dt_sub, dt_mul, dt_div, dt_minimum, dt_maximum };
     dt_tensor *b = c->kind == DT_DIV ? above_zero(in[1]) : in[1];
+    /* few elements so close to each other that a step of a finite difference exchanges them */
+    if (c->kind > DT_DIV && in[0] != in[1]) b = dt_affine(b, 3, 0.1);
     return f[c->kind](in[0], b);
 }
 
@@ -668,6 +687,34 @@ static dt_tensor *build_binary_self(dt_tensor **in, fd_case *c) {
     return build_binary(pair, c);
 }
 
+/* The mask is that of a < b, or an input with zeros in every third element. */
+static dt_tensor *build_where(dt_tensor **in, fd_case *c) {
+    dt_tensor *a = in[0], *b = in[1];
+    if (c->kind == 0) return dt_where(dt_less(a, dt_affine(b, 3, 0.1)), a, b);
+    dt_tensor *mask = noise_input(a->ctx, DT_F64, c->ids_shape, 9, 1);
+    for (int64_t i = 0; i < dt_count(mask->shape); i += 3) put(mask->data, DT_F64, i, 0);
+    if (c->kind == 1) return dt_where(mask, a, b);
+    if (c->kind == 2) return dt_where(mask, a, dt_mul(a, b)); /* reads a twice */
+    return dt_mul(dt_masked_fill(a, mask, -7), b);
+}
+
+static void fd_where(void) {
+    static const dt_shape s[][3] = { { { 1, { 1 } }, { 1, { 1 } }, { 1, { 1 } } },
+        { { 2, { 3, 17 } }, { 2, { 3, 17 } }, { 2, { 3, 17 } } },
+        { { 2, { 3, 17 } }, { 1, { 17 } }, { 2, { 3, 1 } } },
+        { { 0, { 0 } }, { 3, { 2, 1, 5 } }, { 3, { 2, 3, 1 } } },
+        { { 3, { 2, 1, 5 } }, { 0, { 0 } }, { 2, { 3, 1 } } },
+        { { 2, { 3, 521 } }, { 1, { 521 } }, { 1, { 521 } } } };
+    for (int kind = 0; kind < 4; kind++)
+        for (size_t i = 0; i < sizeof s / sizeof *s; i++)
+            fd_check((fd_case){ .name = "where",
+                .build = build_where,
+                .n = 2,
+                .kind = kind,
+                .ids_shape = s[i][2],
+                .shape = { s[i][0], kind == 2 ? s[i][0] : s[i][1] } });
+}
+
 static void fd_binary(void) {
     static const dt_shape a[] = { { 1, { 1 } }, { 2, { 3, 17 } }, { 2, { 3, 17 } }, { 1, { 17 } },
         { 3, { 3, 1, 5 } }, { 3, { 2, 3, 5 } }, { 3, { 2, 1, 5 } }, { 0, { 0 } },
@@ -675,7 +722,7 @@ static void fd_binary(void) {
     static const dt_shape b[] = { { 1, { 1 } }, { 2, { 3, 17 } }, { 1, { 17 } }, { 2, { 3, 17 } },
         { 2, { 4, 1 } }, { 3, { 2, 1, 5 } }, { 3, { 2, 3, 5 } }, { 2, { 3, 5 } },
         { 4, { 1, 2, 2, 3 } }, { 4, { 2, 1, 4, 1 } }, { 2, { 3, 1 } }, { 1, { 5 } } };
-    for (int op = 0; op < 4; op++) {
+    for (int op = 0; op < DT_LESS; op++) {
         for (size_t i = 0; i < sizeof a / sizeof *a; i++) {
             char name[64];
             snprintf(name, sizeof name, "binary %d of shapes %zu", op, i);
@@ -725,6 +772,158 @@ static void fd_over(void) {
             .kind = 3,
             .dim = k,
             .shape = { DT_SHAPE(2, 3, 5) } });
+}
+
+/* Bits of kind: 1 keepdim; kind / 2: sum, mean, max, cumsum. p: the dimensions, a bit each. */
+static dt_tensor *build_dims(dt_tensor **in, fd_case *c) {
+    static dt_tensor *(*const f[3])(
+        dt_tensor *, dt_reduce_desc) = { dt_sum_dims, dt_mean_dims, dt_max_dims };
+    dt_reduce_desc d = { { 0 }, 0, c->kind & 1 };
+    for (int i = in[0]->shape.nd - 1; i >= 0; i--)
+        if ((int)c->p >> i & 1) d.dims[d.n++] = i % 2 ? i : i - in[0]->shape.nd;
+    return c->kind < 6 ? f[c->kind / 2](in[0], d) : dt_cumsum(in[0], c->dim);
+}
+
+static void fd_dims(void) {
+    for (int kind = 0; kind < 6; kind++)
+        for (int dims = 0; dims < 16; dims++)
+            fd_check((fd_case){ .name = "reduction over dimensions",
+                .build = build_dims,
+                .n = 1,
+                .kind = kind,
+                .p = dims,
+                .shape = { DT_SHAPE(2, 3, 4, 5) } });
+    for (int dim = -3; dim < 3; dim++)
+        fd_check((fd_case){ .name = "cumsum",
+            .build = build_dims,
+            .n = 1,
+            .kind = 6,
+            .dim = dim,
+            .shape = { DT_SHAPE(2, 7, dim < 0 ? 3 : 1) } });
+}
+
+/* Bits of kind: 1 a is transposed, 2 b is transposed, 4 one tensor is a and b. */
+static dt_tensor *build_matmul(dt_tensor **in, fd_case *c) {
+    dt_matmul_desc d = { c->kind & 1, c->kind >> 1 & 1 };
+    return dt_matmul(in[0], c->kind & 4 ? in[0] : in[1], d);
+}
+
+static void fd_matmul(void) {
+    for (int kind = 0; kind < 4; kind++)
+        for (int shared = 0; shared < 5; shared++) { /* none, b, a, both; one product of a batch */
+            dt_shape a = { 4, { 2, 3, kind & 1 ? 5 : 4, kind & 1 ? 4 : 5 } },
+                     b = { 4, { 2, 3, kind & 2 ? 7 : 5, kind & 2 ? 5 : 7 } };
+            if (shared == 4) a.d[0] = a.d[1] = 1;
+            if (shared == 1 || shared > 2) b = DT_SHAPE(b.d[2], b.d[3]);
+            if (shared == 2 || shared == 3) a = DT_SHAPE(a.d[2], a.d[3]);
+            fd_check((fd_case){
+                .name = "matmul", .build = build_matmul, .n = 2, .kind = kind, .shape = { a, b } });
+        }
+    for (int kind = 4; kind < 8; kind++)
+        fd_check((fd_case){ .name = "matmul, one tensor as both operands",
+            .build = build_matmul,
+            .n = 1,
+            .kind = kind,
+            .shape = { DT_SHAPE(2, 3, 3) } });
+}
+
+/* kind 0: every order of four dimensions, number dim; 1: select; 2: broadcast_to; 3: reshape. */
+static dt_tensor *build_shape(dt_tensor **in, fd_case *c) {
+    static const dt_shape to[] = { { 3, { 2, 3, 4 } }, { 4, { 5, 2, 3, 4 } }, { 3, { 2, 3, 6 } },
+        { 5, { 2, 1, 2, 3, 4 } } };
+    int order[4], left[4] = { 0, 1, 2, 3 }, number = c->kind == 0 ? c->dim : 0;
+    for (int i = 0; i < 4; i++) {
+        int at = number % (4 - i);
+        number /= 4 - i;
+        order[i] = left[at] - (i % 2 ? 4 : 0);
+        memmove(&left[at], &left[at + 1], (size_t)(3 - at) * sizeof *left);
+    }
+    switch (c->kind) {
+    case 0: return dt_permute(in[0], order);
+    case 1: return dt_select(in[0], c->dim, c->dim % 2 ? -2 : 1);
+    case 2: return dt_broadcast_to(in[0], to[c->dim]);
+    default: return dt_mul(in[0], dt_reshape(dt_reshape(in[0], DT_SHAPE(3, -1)), in[0]->shape));
+    }
+}
+
+static void fd_shape(void) {
+    for (int dim = 0; dim < 24; dim++)
+        fd_check((fd_case){ .name = "permute",
+            .build = build_shape,
+            .n = 1,
+            .dim = dim,
+            .shape = { DT_SHAPE(2, 3, 4, 5) } });
+    for (int dim = -3; dim < 3; dim++)
+        fd_check((fd_case){ .name = "select",
+            .build = build_shape,
+            .n = 1,
+            .kind = 1,
+            .dim = dim,
+            .shape = { DT_SHAPE(2, 3, 4) } });
+    static const dt_shape from[] = { { 3, { 2, 3, 4 } }, { 2, { 3, 1 } }, { 3, { 1, 3, 1 } },
+        { 3, { 2, 1, 4 } } };
+    for (int dim = 0; dim < 4; dim++)
+        fd_check((fd_case){ .name = "broadcast",
+            .build = build_shape,
+            .n = 1,
+            .kind = 2,
+            .dim = dim,
+            .shape = { from[dim] } });
+    fd_check((fd_case){ .name = "broadcast of a scalar",
+        .build = build_shape,
+        .n = 1,
+        .kind = 2,
+        .dim = 1,
+        .shape = { DT_SCALAR } });
+    fd_check((fd_case){ .name = "reshape with -1",
+        .build = build_shape,
+        .n = 1,
+        .kind = 3,
+        .shape = { DT_SHAPE(2, 3, 5) } });
+}
+
+static const dt_window_desc fd_windows[] = { { { 3, 3 }, { 0, 0 }, { 1, 1 }, { 0, 0 } },
+    { { 2, 3 }, { 2, 1 }, { 1, 0 }, { 1, 2 } }, { { 1, 2 }, { 3, 0 }, { 0, 1 }, { 1, 3 } } };
+
+/* kind: patches, conv2d, conv1d, max and avg pooling, group norm; dim: the window, or the groups */
+static dt_tensor *build_conv(dt_tensor **in, fd_case *c) {
+    const dt_window_desc *w = &fd_windows[c->dim];
+    switch (c->kind) {
+    case 0: return dt_patches(in[0], *w, 0.5);
+    case 1: return dt_conv2d(in[0], in[1], in[2], *w);
+    case 2: return dt_conv1d(in[0], in[1], in[2], *w);
+    case 3: return dt_max_pool2d(in[0], *w);
+    case 4: return dt_avg_pool2d(in[0], *w);
+    default: return dt_group_norm(in[0], c->dim, in[1], in[2], 0);
+    }
+}
+
+static void fd_conv(void) {
+    for (int kind = 0; kind < 5; kind++)
+        for (int dim = 0; dim < 3; dim++) {
+            const int *k = fd_windows[dim].kernel;
+            int flat = kind == 2;
+            fd_check((fd_case){ .name = "a window",
+                .build = build_conv,
+                .n = kind == 1 ? 3 - dim % 2
+                     : flat    ? 3
+                               : 1,
+                .kind = kind,
+                .dim = dim,
+                .shape = { flat ? DT_SHAPE(2, 7, 3) : DT_SHAPE(2, 5, 7, 3),
+                    flat ? DT_SHAPE(4, 2, 3) : DT_SHAPE(4, k[0], k[1], 3), DT_SHAPE(4) } });
+        }
+    for (int groups = 1; groups <= 6; groups += groups)
+        for (int nd = 2; nd < 5 && groups != 4; nd++)
+            fd_check((fd_case){ .name = "group norm",
+                .build = build_conv,
+                .n = 3,
+                .kind = 5,
+                .dim = groups,
+                .shape = { nd == 2   ? DT_SHAPE(3, 6)
+                           : nd == 3 ? DT_SHAPE(2, 5, 6)
+                                     : DT_SHAPE(2, 3, 2, 6),
+                    DT_SHAPE(6), DT_SHAPE(6) } });
 }
 
 static dt_tensor *build_move(dt_tensor **in, fd_case *c) {
@@ -1028,7 +1227,12 @@ static void test_finite_differences(void) {
     CLASS(fd_linear_at);
     CLASS(fd_unary);
     CLASS(fd_binary);
+    CLASS(fd_where);
     CLASS(fd_over);
+    CLASS(fd_dims);
+    CLASS(fd_matmul);
+    CLASS(fd_shape);
+    CLASS(fd_conv);
     CLASS(fd_move);
     CLASS(fd_grouped);
     CLASS(fd_bag);
@@ -1071,7 +1275,7 @@ static double scalar(const golden_run *r, const char *array) {
 
 static int is_integer(const char *name) {
     static const char *const integers[] = { "ids", "labels", "rows", "positions", "key_positions",
-        "documents", "key_documents", "index" };
+        "documents", "key_documents", "index", "mask" };
     for (size_t i = 0; i < sizeof integers / sizeof *integers; i++)
         if (!strcmp(name, integers[i])) return 1;
     return 0;
@@ -1094,6 +1298,12 @@ GOLDEN(relu, dt_relu(in[0]))
 GOLDEN(tanh, dt_tanh(in[0]))
 GOLDEN(exp, dt_exp(in[0]))
 GOLDEN(ln, dt_ln(in[0]))
+GOLDEN(sigmoid, dt_sigmoid(in[0]))
+GOLDEN(softplus, dt_softplus(in[0]))
+GOLDEN(sqrt, dt_sqrt(in[0]))
+GOLDEN(abs, dt_abs(in[0]))
+GOLDEN(pow, dt_pow(in[0], scalar(r, "scale")))
+GOLDEN(clamp, dt_clamp(in[0], scalar(r, "scale"), scalar(r, "shift")))
 GOLDEN(softmax, dt_softmax(in[0]))
 GOLDEN(affine, dt_affine(in[0], scalar(r, "scale"), scalar(r, "shift")))
 GOLDEN(swiglu, dt_swiglu(in[0]))
@@ -1102,6 +1312,45 @@ GOLDEN(add, dt_add(in[0], in[1]))
 GOLDEN(sub, dt_sub(in[0], in[1]))
 GOLDEN(mul, dt_mul(in[0], in[1]))
 GOLDEN(div, dt_div(in[0], in[1]))
+GOLDEN(minimum, dt_minimum(in[0], in[1]))
+GOLDEN(maximum, dt_maximum(in[0], in[1]))
+GOLDEN(where, dt_where(dt_cast(in[0], in[1]->dtype), in[1], in[2]))
+GOLDEN(masked_fill, dt_masked_fill(in[0], dt_cast(in[1], in[0]->dtype), scalar(r, "value")))
+static dt_reduce_desc golden_dims(golden_run *r) {
+    const golden_array *a = golden_of(r->g, r->op, r->n, "dims");
+    dt_reduce_desc d = { { 0 }, a ? (int)a->count : 0, (int)scalar(r, "keepdim") };
+    for (int i = 0; i < d.n; i++) d.dims[i] = (int)a->data[i];
+    return d;
+}
+GOLDEN(sum_dims, dt_sum_dims(in[0], golden_dims(r)))
+GOLDEN(mean_dims, dt_mean_dims(in[0], golden_dims(r)))
+GOLDEN(max_dims, dt_max_dims(in[0], golden_dims(r)))
+GOLDEN(cumsum, dt_cumsum(in[0], (int)scalar(r, "dim")))
+GOLDEN(permute, dt_permute(in[0], golden_dims(r).dims))
+GOLDEN(select, dt_select(in[0], (int)scalar(r, "dim"), (int64_t)scalar(r, "index_at")))
+static dt_shape golden_shape(golden_run *r) {
+    const golden_array *a = golden_of(r->g, r->op, r->n, "shape");
+    dt_shape s = { a ? (int)a->count : 0, { 0 } };
+    for (int i = 0; i < s.nd; i++) s.d[i] = (int64_t)a->data[i];
+    return s;
+}
+GOLDEN(broadcast, dt_broadcast_to(in[0], golden_shape(r)))
+GOLDEN(reshape, dt_mul(dt_reshape(in[0], golden_shape(r)), dt_reshape(in[0], golden_shape(r))))
+static dt_window_desc golden_window(golden_run *r) {
+    const golden_array *a = golden_of(r->g, r->op, r->n, "window");
+    dt_window_desc d = { { 0 }, { 0 }, { 0 }, { 0 } };
+    int *all[4] = { d.kernel, d.stride, d.padding, d.dilation };
+    for (int i = 0; a && i < 8 && i < a->count; i++) all[i / 2][i % 2] = (int)a->data[i];
+    return d;
+}
+GOLDEN(patches, dt_patches(in[0], golden_window(r), 0))
+GOLDEN(conv2d, dt_conv2d(in[0], in[1], in[2], golden_window(r)))
+GOLDEN(conv1d, dt_conv1d(in[0], in[1], in[2], golden_window(r)))
+GOLDEN(max_pool, dt_max_pool2d(in[0], golden_window(r)))
+GOLDEN(avg_pool, dt_avg_pool2d(in[0], golden_window(r)))
+GOLDEN(group_norm, dt_group_norm(in[0], (int)scalar(r, "groups"), in[1], in[2], scalar(r, "eps")))
+GOLDEN(matmul, dt_matmul(in[0], in[1],
+                   (dt_matmul_desc){ (int)scalar(r, "trans_a"), (int)scalar(r, "trans_b") }))
 #define DIM (scalar(r, "dim") < 0 ? DT_ALL : (int)scalar(r, "dim"))
 GOLDEN(sum, dt_sum_over(in[0], DIM))
 GOLDEN(mean, dt_mean_over(in[0], DIM))
@@ -1126,6 +1375,7 @@ GOLDEN(attention, dt_attention(in[0], in[1], in[2],
                           .lse = &r->extra }))
 GOLDEN(cross_entropy, dt_cross_entropy(in[0], in[1], scalar(r, "denom")))
 GOLDEN(mse, dt_mse(in[0], in[1], scalar(r, "denom")))
+GOLDEN(bce, dt_bce_with_logits(in[0], in[1], scalar(r, "denom")))
 static dt_loss_desc golden_loss(golden_run *r) {
     return (dt_loss_desc){ .vocab = (int64_t)scalar(r, "vocab"),
         .smoothing = scalar(r, "smoothing"),
@@ -1152,6 +1402,12 @@ static const golden_op golden_ops[] = {
     ONE(tanh),
     ONE(exp),
     ONE(ln),
+    ONE(sigmoid),
+    ONE(softplus),
+    ONE(sqrt),
+    ONE(abs),
+    ONE(pow),
+    ONE(clamp),
     ONE(softmax),
     ONE(affine),
     ONE(swiglu),
@@ -1160,6 +1416,10 @@ static const golden_op golden_ops[] = {
     { "sub", { "a", "b" }, NULL, golden_sub },
     { "mul", { "a", "b" }, NULL, golden_mul },
     { "div", { "a", "b" }, NULL, golden_div },
+    { "minimum", { "a", "b" }, NULL, golden_minimum },
+    { "maximum", { "a", "b" }, NULL, golden_maximum },
+    { "where", { "mask", "a", "b" }, NULL, golden_where },
+    { "masked_fill", { "x", "mask" }, NULL, golden_masked_fill },
     ONE(sum),
     ONE(mean),
     ONE(max),
@@ -1177,6 +1437,23 @@ static const golden_op golden_ops[] = {
     { "smoothed", { "logits", "labels" }, "z", golden_smoothed },
     { "linear_loss", { "x", "w", "labels" }, "z", golden_linear_loss },
     { "mse", { "a", "b" }, NULL, golden_mse },
+    { "bce", { "logits", "targets" }, NULL, golden_bce },
+}, golden_shape_ops[] = {
+    ONE(sum_dims),
+    ONE(mean_dims),
+    ONE(max_dims),
+    ONE(cumsum),
+    ONE(permute),
+    ONE(select),
+    ONE(broadcast),
+    ONE(reshape),
+    ONE(patches),
+    ONE(max_pool),
+    ONE(avg_pool),
+    { "conv2d", { "x", "w", "b" }, NULL, golden_conv2d },
+    { "conv1d", { "x", "w", "b" }, NULL, golden_conv1d },
+    { "group_norm", { "x", "gain", "bias" }, NULL, golden_group_norm },
+    { "matmul", { "a", "b" }, NULL, golden_matmul },
 };
 #undef ONE
 
@@ -1348,26 +1625,35 @@ static void golden_case(
     values_free(theirs);
 }
 
-static void test_golden_ops(void) {
-    static const dt_dtype types[4] = { DT_F64, DT_F32, DT_BF16, DT_F16 };
+static const dt_dtype golden_types[4] = { DT_F64, DT_F32, DT_BF16, DT_F16 };
+
+/* Compares the ops of one golden file. */
+static void golden_file(const char *file, const golden_op *ops, size_t count) {
     char path[512];
-    snprintf(path, sizeof path, "%s/ops.bin", golden_folder);
+    snprintf(path, sizeof path, "%s/%s", golden_folder, file);
     golden *g = golden_open(path);
     if (!CHECK_MSG(g, "%s: %s", path, strerror(errno))) return;
-    for (size_t i = 0; i < sizeof golden_ops / sizeof *golden_ops; i++) {
+    for (size_t i = 0; i < count; i++) {
         char name[64];
-        snprintf(name, sizeof name, "%s.cases", golden_ops[i].op);
+        snprintf(name, sizeof name, "%s.cases", ops[i].op);
         const double *cases = golden_get(g, name, NULL);
-        if (!CHECK_MSG(cases && *cases >= 3, "no golden cases of %s", golden_ops[i].op)) continue;
+        if (!CHECK_MSG(cases && *cases >= 3, "no golden cases of %s", ops[i].op)) continue;
         for (int n = 0; n < (int)*cases; n++)
             for (int t = 0; t < 4; t++)
                 for (int as_params = 0; as_params < 2; as_params++)
-                    golden_case(g, &golden_ops[i], n, types[t], as_params);
+                    golden_case(g, &ops[i], n, golden_types[t], as_params);
     }
+    golden_free(g);
+}
+
+static void test_golden_ops(void) {
+    const dt_dtype *types = golden_types;
+    golden_file("ops.bin", golden_ops, sizeof golden_ops / sizeof *golden_ops);
+    golden_file(
+        "ops_shapes.bin", golden_shape_ops, sizeof golden_shape_ops / sizeof *golden_shape_ops);
     for (int t = 0; t < 4; t++)
         printf("PyTorch's results, %s: largest error of an output %.2g, of a gradient %.2g\n",
             dt_dtype_name(types[t]), golden_worst[0][types[t]], golden_worst[1][types[t]]);
-    golden_free(g);
 }
 
 // ==== 4. 16-bit types in autograd ===============================================================
@@ -1769,18 +2055,111 @@ ROW(param_long,
     dt_param_at(p->ctx, "long", DT_SHAPE(3), DT_ZEROS, (dt_param_desc){ .dtype = DT_I64 }))
 ROW(grad_bytes, dt_require_grad(dt_cast(p->ints, DT_U8)))
 ROW(affine, dt_affine(p->ints, 1, 1))
+ROW(sigmoid, dt_sigmoid(p->ints))
+ROW(clamp, dt_clamp(p->x, 2, 1))
+ROW(clamp_nan, dt_clamp(p->x, NAN, 1))
+ROW(clamp_ints, dt_clamp(p->ints, 0, 1))
 ROW(swiglu, dt_swiglu(p->x))
 ROW(swiglu_ints, dt_swiglu(zero_ids(p->ctx, DT_SHAPE(2, 3))))
 ROW(swiglu_flat, dt_swiglu(dt_reshape(p->x, DT_SHAPE(12))))
 ROW(mul, dt_mul(p->x, p->wide))
 ROW(mul_types, dt_mul(p->x, dt_cast(p->x, DT_F16)))
 ROW(div_ints, dt_div(p->ints, p->ints))
+ROW(maximum, dt_maximum(p->x, p->wide))
+ROW(less_ints, dt_less(p->ints, p->ints))
+ROW(less_types, dt_less(p->x, dt_cast(p->x, DT_F16)))
+ROW(equal, dt_equal(p->x, p->wide))
+ROW(equal_null, dt_equal(p->x, NULL))
+ROW(where, dt_where(p->x, p->x, p->wide))
+ROW(where_mask, dt_where(p->wide, p->x, p->x))
+ROW(where_mask_type, dt_where(dt_cast(p->x, DT_BF16), p->x, p->x))
+ROW(where_types, dt_where(p->x, p->x, dt_cast(p->x, DT_F16)))
+ROW(where_ints, dt_where(p->ints, p->ints, p->ints))
+ROW(where_null, dt_where(p->x, p->x, NULL))
+ROW(where_stranger, dt_where(p->x, p->stranger, p->x))
+ROW(masked_fill, dt_masked_fill(p->x, p->wide, 0))
+ROW(masked_fill_null, dt_masked_fill(p->x, NULL, 0))
 ROW(sub_stranger, dt_sub(p->x, p->stranger))
 ROW(sub_null, dt_sub(NULL, p->x))
 ROW(sum, dt_sum_over(p->x, 2))
-ROW(sum_below, dt_sum_over(p->x, -1))
+ROW(sum_below, dt_sum_over(p->x, -3))
+ROW(dims, dt_sum_dims(p->x, (dt_reduce_desc){ { 0, 2 }, 2, 0 }))
+ROW(dims_twice, dt_mean_dims(p->cube, (dt_reduce_desc){ { 1, -2 }, 2, 0 }))
+ROW(dims_many, dt_max_dims(p->x, (dt_reduce_desc){ { 0 }, 7, 0 }))
+ROW(dims_below, dt_max_dims(p->x, (dt_reduce_desc){ { 0 }, -1, 0 }))
+ROW(dims_ints, dt_sum_dims(p->ints, (dt_reduce_desc){ { 0 }, 0, 0 }))
+ROW(dims_empty, dt_max_dims(dt_input(p->ctx, DT_F32, DT_SHAPE(3, 0, 2), NULL),
+                    (dt_reduce_desc){ { 0, 1 }, 2, 1 }))
+ROW(cumsum, dt_cumsum(p->x, DT_ALL))
+ROW(cumsum_ints, dt_cumsum(p->ints, 0))
+ROW(cumsum_scalar, dt_cumsum(dt_sum_over(p->x, DT_ALL), 0))
+ROW(reshape_open, dt_reshape(p->x, DT_SHAPE(-1, 5)))
+ROW(reshape_two, dt_reshape(p->x, DT_SHAPE(-1, 2, -1)))
+ROW(reshape_none, dt_reshape(p->x, DT_SHAPE(0, -1)))
+ROW(reshape_wraps, dt_reshape(p->x, DT_SHAPE(-1, INT64_MAX, INT64_MAX)))
+ROW(reshape_below, dt_reshape(p->x, DT_SHAPE(-3, -4)))
+ROW(permute, int order[3] = { 0, 1, 0 }; dt_permute(p->cube, order))
+ROW(permute_dim, int order[3] = { 0, 3, 1 }; dt_permute(p->cube, order))
+ROW(permute_null, dt_permute(p->cube, NULL))
+ROW(select, dt_select(p->x, 1, 4))
+ROW(select_below, dt_select(p->x, 1, -5))
+ROW(select_dim, dt_select(p->x, 2, 0))
+ROW(broadcast, dt_broadcast_to(p->x, DT_SHAPE(2, 3, 5)))
+ROW(broadcast_less, dt_broadcast_to(p->cube, DT_SHAPE(3, 4)))
+ROW(broadcast_one, dt_broadcast_to(p->x, DT_SHAPE(1, 4)))
+ROW(broadcast_below, dt_broadcast_to(p->x, DT_SHAPE(-1, 3, 4)))
+static dt_window_desc window(int k0, int k1, int s0, int s1, int p0, int p1, int d0, int d1) {
+    return (dt_window_desc){ { k0, k1 }, { s0, s1 }, { p0, p1 }, { d0, d1 } };
+}
+ROW(patches, dt_patches(p->cube, window(1, 1, 0, 0, 0, 0, 0, 0), 0))
+ROW(patches_ints,
+    dt_patches(zero_ids(p->ctx, DT_SHAPE(1, 2, 2, 1)), window(1, 1, 0, 0, 0, 0, 0, 0), 0))
+ROW(patches_kernel, dt_patches(heads_of(p, 1, 4, 4, 2), window(1, 0, 0, 0, 0, 0, 0, 0), 0))
+ROW(patches_stride, dt_patches(heads_of(p, 1, 4, 4, 2), window(1, 1, -1, 1, 0, 0, 0, 0), 0))
+ROW(patches_padding, dt_patches(heads_of(p, 1, 4, 4, 2), window(1, 1, 0, 0, -1, 0, 0, 0), 0))
+ROW(patches_dilation,
+    dt_patches(heads_of(p, 1, 4, 4, 2), window(2, 1, 0, 0, 0, 0, INT32_MIN, 0), 0))
+ROW(patches_wide, dt_patches(heads_of(p, 1, 4, 4, 2), window(3, 3, 0, 0, 0, 0, 2, 1), 0))
+ROW(patches_many, dt_patches(heads_of(p, 1, 4, 4, 2),
+                      window(INT32_MAX, INT32_MAX, 1, 1, INT32_MAX, INT32_MAX, 0, 0), 0))
+ROW(conv2d, dt_conv2d(heads_of(p, 1, 4, 4, 2), heads_of(p, 3, 1, 1, 4), NULL,
+                window(0, 0, 0, 0, 0, 0, 0, 0)))
+ROW(conv2d_null, dt_conv2d(heads_of(p, 1, 4, 4, 2), NULL, NULL, window(0, 0, 0, 0, 0, 0, 0, 0)))
+ROW(conv2d_bias, dt_conv2d(heads_of(p, 1, 4, 4, 2), heads_of(p, 3, 1, 1, 2), p->x,
+                     window(0, 0, 0, 0, 0, 0, 0, 0)))
+ROW(conv1d, dt_conv1d(p->x, p->cube, NULL, window(0, 0, 0, 0, 0, 0, 0, 0)))
+ROW(conv1d_wide, dt_conv1d(p->cube, noise_input(p->ctx, DT_F32, DT_SHAPE(1, 4, 4), 1, 1), NULL,
+                     window(0, 0, 0, 0, 0, 0, 0, 0)))
+ROW(pool_padding, dt_max_pool2d(heads_of(p, 1, 4, 4, 2), window(3, 3, 0, 0, 0, 2, 0, 0)))
+ROW(pool_kernel, dt_avg_pool2d(heads_of(p, 1, 4, 4, 2), window(0, 0, 0, 0, 0, 0, 0, 0)))
+ROW(group_norm, dt_group_norm(p->cube, 3, p->x, p->x, 0))
+ROW(group_norm_none, dt_group_norm(p->cube, 0, p->x, p->x, 0))
+ROW(group_norm_flat, dt_group_norm(p->ints, 1, p->x, p->x, 0))
+ROW(group_norm_gain, dt_group_norm(p->cube, 2, p->x, p->x, 0))
+#define MATMUL(a, b, ta, tb) dt_matmul(a, b, (dt_matmul_desc){ ta, tb })
+ROW(matmul, MATMUL(p->x, p->x, 0, 0))
+ROW(matmul_type, MATMUL(p->x, dt_cast(p->x, DT_BF16), 0, 1))
+ROW(matmul_ints, MATMUL(p->ints, p->x, 0, 0))
+ROW(matmul_row, MATMUL(dt_select(p->x, 0, 0), p->x, 0, 1))
+ROW(matmul_null, MATMUL(p->x, NULL, 0, 0))
+ROW(matmul_lead, MATMUL(p->cube, heads_of(p, 1, 2, 4, 3), 0, 0))
+ROW(matmul_batch, MATMUL(p->cube, noise_input(p->ctx, DT_F32, DT_SHAPE(3, 4, 3), 1, 1), 0, 0))
+ROW(matmul_stranger, MATMUL(p->x, p->stranger, 1, 0))
+#undef MATMUL
 ROW(mean_ints, dt_mean_over(p->ints, 0))
 ROW(max_ints, dt_max_over(p->ints, DT_ALL))
+ROW(argmax, dt_argmax(p->x, 2))
+ROW(argmax_ints, dt_argmax(p->ints, 0))
+ROW(argmax_empty, dt_argmax(dt_input(p->ctx, DT_F32, DT_SHAPE(3, 0), NULL), 1))
+ROW(one_hot, int32_t at[2] = { 0, 3 };
+    dt_one_hot(dt_input(p->ctx, DT_I32, DT_SHAPE(2), at), 3, DT_F32))
+ROW(one_hot_below, int32_t at[2] = { 1, -1 };
+    dt_one_hot(dt_input(p->ctx, DT_I32, DT_SHAPE(2), at), 3, DT_BF16))
+ROW(one_hot_floats, dt_one_hot(p->x, 3, DT_F32))
+ROW(one_hot_none, dt_one_hot(p->ints, 0, DT_F32))
+ROW(one_hot_ints, dt_one_hot(p->ints, 3, DT_I32))
+ROW(one_hot_type, dt_one_hot(p->ints, 3, (dt_dtype)17))
+ROW(one_hot_dims, dt_one_hot(zero_ids(p->ctx, DT_SHAPE(1, 1, 1, 1, 1, 1)), 3, DT_F32))
 ROW(max_empty, dt_max_over(dt_input(p->ctx, DT_F32, DT_SHAPE(3, 0), NULL), 1))
 ROW(max_empty_all, dt_max_over(dt_input(p->ctx, DT_F32, DT_SHAPE(3, 0), NULL), DT_ALL))
 ROW(slice, dt_slice(p->x, 1, 2, 3))
@@ -1796,7 +2175,7 @@ ROW(concat_null, dt_tensor *two[2] = { p->x, NULL }; dt_concat(two, 2, 0))
 ROW(concat_first, dt_tensor *two[2] = { NULL, p->x }; dt_concat(two, 2, 0))
 ROW(concat_stranger, dt_tensor *two[2] = { p->x, p->stranger }; dt_concat(two, 2, 0))
 ROW(transpose, dt_transpose(p->x, 0, 2))
-ROW(transpose_below, dt_transpose(p->x, -1, 0))
+ROW(transpose_below, dt_transpose(p->x, -3, 0))
 ROW(cast, dt_cast(p->x, (dt_dtype)17))
 ROW(gather, dt_gather_rows(p->cube, p->ints))
 ROW(gather_ids, dt_gather_rows(p->x, p->wide))
@@ -1859,6 +2238,11 @@ ROW(linear_loss_label, int32_t at[3] = { 0, -3, 5 }; dt_linear_cross_entropy(
     p->x, p->w, dt_input(p->ctx, DT_I32, DT_SHAPE(3), at), 1, (dt_loss_desc){ 0 }))
 ROW(loss_smoothing, dt_cross_entropy_at(p->x, p->ints, 1, (dt_loss_desc){ .smoothing = 1 }))
 ROW(loss_z, dt_cross_entropy_at(p->x, p->ints, 1, (dt_loss_desc){ .z_weight = -1 }))
+ROW(bce, dt_bce_with_logits(p->x, p->wide, 1))
+ROW(bce_ints, dt_bce_with_logits(p->ints, p->ints, 1))
+ROW(bce_types, dt_bce_with_logits(p->x, dt_cast(p->x, DT_F64), 1))
+ROW(bce_denominator, dt_bce_with_logits(p->x, p->x, 0))
+ROW(bce_null, dt_bce_with_logits(p->x, NULL, 1))
 ROW(linear_loss, dt_linear_cross_entropy(p->wide, p->w, p->ints, 1, (dt_loss_desc){ 0 }))
 ROW(linear_loss_labels, dt_linear_cross_entropy(p->cube, p->w, p->ints, 1, (dt_loss_desc){ 0 }))
 ROW(linear_loss_vocab,
@@ -1872,7 +2256,7 @@ static const struct row {
     dt_status status;
     const char *text[2];
 } rows[] = {
-    { r_activation, DT_ERR_ARG, { "dt_linear(the_w)", "activation 8" } },
+    { r_activation, DT_ERR_ARG, { "dt_linear(the_w)", "activation 12" } },
     { r_activation_below, DT_ERR_ARG, { "dt_linear(the_w)", "activation -1" } },
     { r_residual, DT_ERR_SHAPE, { "residual", "(3,4)" } },
     { r_residual_type, DT_ERR_SHAPE, { "residual", "bf16" } },
@@ -1883,6 +2267,10 @@ static const struct row {
     { r_layernorm_null, DT_ERR_ARG, { "dt_layernorm", "NULL" } },
     { r_softmax, DT_ERR_SHAPE, { "dt_softmax", "not for integers" } },
     { r_affine, DT_ERR_SHAPE, { "dt_affine", "not for integers" } },
+    { r_sigmoid, DT_ERR_SHAPE, { "dt_sigmoid", "not for integers" } },
+    { r_clamp, DT_ERR_ARG, { "dt_clamp(dt_input)", "low 2 must be at most high 1" } },
+    { r_clamp_nan, DT_ERR_ARG, { "dt_clamp", "low nan" } },
+    { r_clamp_ints, DT_ERR_SHAPE, { "dt_clamp", "not for integers" } },
     { r_swiglu, DT_ERR_SHAPE, { "dt_swiglu", "(3,4)" } },
     { r_softmax_bytes, DT_ERR_SHAPE, { "dt_softmax", "u8 (3): not for integers" } },
     { r_add_long, DT_ERR_SHAPE, { "dt_add", "i64" } },
@@ -1893,17 +2281,41 @@ static const struct row {
     { r_mul, DT_ERR_SHAPE, { "(3,4)", "(3,5)" } },
     { r_mul_types, DT_ERR_SHAPE, { "dt_mul", "f16" } },
     { r_div_ints, DT_ERR_SHAPE, { "dt_div", "i32" } },
+    { r_maximum, DT_ERR_SHAPE, { "dt_maximum", "(3,5)" } },
+    { r_less_ints, DT_ERR_SHAPE, { "dt_less", "not for integers" } },
+    { r_less_types, DT_ERR_SHAPE, { "dt_less", "f16" } },
+    { r_equal, DT_ERR_SHAPE, { "dt_equal", "(3,5)" } },
+    { r_equal_null, DT_ERR_ARG, { "dt_equal", "NULL" } },
+    { r_where, DT_ERR_SHAPE, { "dt_where", "(3,4) and f32 (3,5)" } },
+    { r_where_mask, DT_ERR_SHAPE, { "dt_where", "(3,5) and f32 (3,4)" } },
+    { r_where_mask_type, DT_ERR_SHAPE, { "dt_where", "bf16 (3,4) and f32 (3,4)" } },
+    { r_where_types, DT_ERR_SHAPE, { "dt_where", "f16" } },
+    { r_where_ints, DT_ERR_SHAPE, { "dt_where", "not for integers" } },
+    { r_where_null, DT_ERR_ARG, { "dt_where", "NULL" } },
+    { r_where_stranger, DT_ERR_ARG, { "dt_where", "another context" } },
+    { r_masked_fill, DT_ERR_SHAPE, { "dt_masked_fill", "(3,5)" } },
+    { r_masked_fill_null, DT_ERR_ARG, { "dt_masked_fill", "NULL" } },
     { r_sub_stranger, DT_ERR_ARG, { "dt_sub", "another context" } },
     { r_sub_null, DT_ERR_ARG, { "dt_sub", "NULL" } },
     { r_sum, DT_ERR_ARG, { "dt_sum_over", "dimension 2" } },
     { r_sum_below, DT_ERR_ARG,
-        { "dt_sum_over", "dimension -1 of f32 (3,4); use 0 to 1, or DT_ALL" } },
+        { "dt_sum_over", "f32 (3,4) has no dimension -3; use 0 to 1, or -2 to -1 from the end" } },
     { r_mean_ints, DT_ERR_SHAPE, { "dt_mean_over", "i32 (3): not for integers" } },
     { r_max_ints, DT_ERR_SHAPE, { "dt_max_over", "i32 (3): not for integers" } },
+    { r_argmax, DT_ERR_ARG, { "dt_argmax", "dimension 2" } },
+    { r_argmax_ints, DT_ERR_SHAPE, { "dt_argmax", "not for integers" } },
+    { r_argmax_empty, DT_ERR_SHAPE, { "dt_argmax", "(3,0)" } },
+    { r_one_hot, DT_ERR_ARG, { "dt_one_hot", "id 3 at place 1; the result has 3 classes" } },
+    { r_one_hot_below, DT_ERR_ARG, { "dt_one_hot", "id -1 at place 1" } },
+    { r_one_hot_floats, DT_ERR_SHAPE, { "dt_one_hot", "i32 ids" } },
+    { r_one_hot_none, DT_ERR_SHAPE, { "dt_one_hot", "1 class or more" } },
+    { r_one_hot_ints, DT_ERR_SHAPE, { "dt_one_hot", "floating-point" } },
+    { r_one_hot_type, DT_ERR_SHAPE, { "dt_one_hot", "floating-point" } },
+    { r_one_hot_dims, DT_ERR_SHAPE, { "dt_one_hot", "at most 5 dimensions" } },
     { r_max_empty, DT_ERR_SHAPE, { "dt_max_over", "(3,0)" } },
     { r_max_empty_all, DT_ERR_SHAPE, { "dt_max_over", "an empty dimension has no maximum" } },
     { r_slice, DT_ERR_SHAPE, { "dt_slice", "3 from 2 of dimension 1 of (3,4)" } },
-    { r_slice_dim, DT_ERR_SHAPE, { "dt_slice", "dimension 2" } },
+    { r_slice_dim, DT_ERR_ARG, { "dt_slice", "no dimension 2" } },
     { r_slice_below, DT_ERR_SHAPE, { "dt_slice", "1 from -1" } },
     { r_slice_count, DT_ERR_SHAPE, { "dt_slice", "-1 from 1" } },
     { r_slice_wraps, DT_ERR_SHAPE, { "dt_slice", "dimension 0" } },
@@ -1914,8 +2326,59 @@ static const struct row {
     { r_concat_null, DT_ERR_ARG, { "dt_concat", "NULL" } },
     { r_concat_first, DT_ERR_ARG, { "dt_concat(dt_input)", "NULL" } },
     { r_concat_stranger, DT_ERR_ARG, { "dt_concat", "another context" } },
-    { r_transpose, DT_ERR_SHAPE, { "dt_transpose", "0 and 2" } },
-    { r_transpose_below, DT_ERR_SHAPE, { "dt_transpose", "-1 and 0" } },
+    { r_transpose, DT_ERR_ARG, { "dt_transpose", "(3,4) has no dimension 2" } },
+    { r_transpose_below, DT_ERR_ARG, { "dt_transpose", "no dimension -3; use 0 to 1, or -2" } },
+    { r_dims, DT_ERR_ARG, { "dt_sum_dims", "no dimension 2" } },
+    { r_dims_twice, DT_ERR_ARG, { "dt_mean_dims", "dimension 1 of (2,3,4) is named twice" } },
+    { r_dims_many, DT_ERR_ARG, { "dt_max_dims", "7 dimensions of (3,4)" } },
+    { r_dims_below, DT_ERR_ARG, { "dt_max_dims", "-1 dimensions of (3,4)" } },
+    { r_dims_ints, DT_ERR_SHAPE, { "dt_sum_dims", "not for integers" } },
+    { r_dims_empty, DT_ERR_SHAPE, { "dt_max_dims", "no maximum" } },
+    { r_cumsum, DT_ERR_ARG, { "dt_cumsum", "no dimension -100" } },
+    { r_cumsum_ints, DT_ERR_SHAPE, { "dt_cumsum", "not for integers" } },
+    { r_cumsum_scalar, DT_ERR_ARG, { "dt_cumsum", "() has no dimension 0" } },
+    { r_reshape_open, DT_ERR_SHAPE, { "(3,4) and (-1,5)", "in place of -1" } },
+    { r_reshape_two, DT_ERR_SHAPE, { "(-1,2,-1)", "only one size can be -1" } },
+    { r_reshape_none, DT_ERR_SHAPE, { "(0,-1)", "in place of -1" } },
+    { r_reshape_wraps, DT_ERR_SHAPE, { "dt_reshape", "in place of -1" } },
+    { r_reshape_below, DT_ERR_SHAPE, { "dt_reshape", "(-3,-4)" } },
+    { r_permute, DT_ERR_ARG, { "dt_permute", "dimension 0 of (2,3,4) is named twice" } },
+    { r_permute_dim, DT_ERR_ARG, { "dt_permute", "no dimension 3" } },
+    { r_permute_null, DT_ERR_SHAPE, { "dt_permute", "the order is NULL" } },
+    { r_select, DT_ERR_SHAPE, { "dt_select", "index 4 of dimension 1 of (3,4)" } },
+    { r_select_below, DT_ERR_SHAPE, { "dt_select", "index -5" } },
+    { r_select_dim, DT_ERR_ARG, { "dt_select", "no dimension 2" } },
+    { r_broadcast, DT_ERR_SHAPE, { "(3,4)", "(2,3,5)" } },
+    { r_broadcast_less, DT_ERR_SHAPE, { "(2,3,4)", "equal, 1 or missing" } },
+    { r_broadcast_one, DT_ERR_SHAPE, { "(3,4)", "(1,4)" } },
+    { r_broadcast_below, DT_ERR_SHAPE, { "dt_broadcast_to", "(-1,3,4)" } },
+    { r_patches, DT_ERR_SHAPE, { "dt_patches", "images (B,H,W,C) are needed" } },
+    { r_patches_ints, DT_ERR_SHAPE, { "dt_patches", "not for integers" } },
+    { r_patches_kernel, DT_ERR_ARG, { "kernel 0, stride 0, padding 0", "along the width" } },
+    { r_patches_stride, DT_ERR_ARG, { "stride -1", "along the height of (1,4,4,2)" } },
+    { r_patches_padding, DT_ERR_ARG, { "dt_patches", "padding -1" } },
+    { r_patches_dilation, DT_ERR_ARG, { "dt_patches", "dilation -2147483648" } },
+    { r_patches_wide, DT_ERR_SHAPE, { "dilation 2", "the window is larger than the image" } },
+    { r_patches_many, DT_ERR_SHAPE, { "dt_patches", "4611686014132420609" } },
+    { r_conv2d, DT_ERR_SHAPE, { "dt_conv2d", "w (O,KH,KW,C)" } },
+    { r_conv2d_null, DT_ERR_ARG, { "dt_conv2d", "NULL" } },
+    { r_conv2d_bias, DT_ERR_SHAPE, { "dt_linear", "the bias" } },
+    { r_conv1d, DT_ERR_SHAPE, { "dt_conv1d", "w (O,K,C)" } },
+    { r_conv1d_wide, DT_ERR_SHAPE, { "dt_conv2d", "kernel 4" } },
+    { r_pool_padding, DT_ERR_ARG, { "dt_max_pool2d", "padding 0 and 2 is more than half" } },
+    { r_pool_kernel, DT_ERR_ARG, { "dt_avg_pool2d", "kernel 0" } },
+    { r_group_norm, DT_ERR_SHAPE, { "dt_group_norm", "a multiple of the groups" } },
+    { r_group_norm_none, DT_ERR_SHAPE, { "dt_group_norm", "a multiple of the groups" } },
+    { r_group_norm_flat, DT_ERR_SHAPE, { "dt_group_norm", "not for integers" } },
+    { r_group_norm_gain, DT_ERR_SHAPE, { "dt_group_norm", "gain and bias need shape (C)" } },
+    { r_matmul, DT_ERR_SHAPE, { "dt_matmul", "that are summed must be equal" } },
+    { r_matmul_type, DT_ERR_SHAPE, { "dt_matmul", "types must be equal" } },
+    { r_matmul_ints, DT_ERR_SHAPE, { "dt_matmul", "not for integers" } },
+    { r_matmul_row, DT_ERR_SHAPE, { "dt_matmul", "two dimensions or more" } },
+    { r_matmul_null, DT_ERR_ARG, { "dt_matmul", "NULL" } },
+    { r_matmul_lead, DT_ERR_SHAPE, { "dt_matmul", "the leading dimensions" } },
+    { r_matmul_batch, DT_ERR_SHAPE, { "dt_matmul", "the leading dimensions" } },
+    { r_matmul_stranger, DT_ERR_ARG, { "dt_matmul", "another context" } },
     { r_cast, DT_ERR_ARG, { "dt_cast", "element type 17" } },
     { r_gather, DT_ERR_SHAPE, { "dt_gather_rows", "(2,3,4)" } },
     { r_gather_ids, DT_ERR_SHAPE, { "dt_gather_rows", "i32 ids" } },
@@ -1974,6 +2437,11 @@ static const struct row {
         { "dt_linear_cross_entropy", "label 5 at place 2; the vocabulary has 5" } },
     { r_loss_smoothing, DT_ERR_ARG, { "dt_cross_entropy", "smoothing 1" } },
     { r_loss_z, DT_ERR_ARG, { "dt_cross_entropy", "z_weight -1" } },
+    { r_bce, DT_ERR_SHAPE, { "dt_bce_with_logits", "(3,5)" } },
+    { r_bce_ints, DT_ERR_SHAPE, { "dt_bce_with_logits", "not for integers" } },
+    { r_bce_types, DT_ERR_SHAPE, { "dt_bce_with_logits", "f64" } },
+    { r_bce_denominator, DT_ERR_ARG, { "dt_bce_with_logits", "denominator" } },
+    { r_bce_null, DT_ERR_ARG, { "dt_bce_with_logits", "NULL" } },
     { r_linear_loss, DT_ERR_SHAPE, { "dt_linear_cross_entropy", "(3,5)" } },
     { r_linear_loss_labels, DT_ERR_SHAPE, { "dt_linear_cross_entropy", "label" } },
     { r_linear_loss_vocab, DT_ERR_ARG, { "dt_linear_cross_entropy", "vocab 6 of 5" } },
@@ -2042,6 +2510,21 @@ static void no_rows(void) {
     none = dt_require_grad(dt_input(ctx, DT_F64, DT_SHAPE(0, 4), NULL));
     CHECK(dt_item(dt_sum_over(none, DT_ALL)) == 0 && dt_softmax(none) &&
           dt_swiglu(dt_reshape(none, DT_SHAPE(0, 2, 2))));
+    dt_matmul_desc flat = { 0, 0 }, turned = { 1, 0 };
+    dt_tensor *batch = dt_require_grad(dt_input(ctx, DT_F64, DT_SHAPE(0, 4, 3), NULL)),
+              *shared = dt_require_grad(noise_input(ctx, DT_F64, DT_SHAPE(4, 2), 1, 1));
+    dt_tensor *product = dt_matmul(batch, shared, turned);
+    CHECK(product && product->shape.d[1] == 3 && product->shape.d[2] == 2 &&
+          dt_backward_at(product, product, DT_BACKWARD) == DT_OK);
+    for (int i = 0; i < 8; i++) CHECK(shared->grad && ((double *)shared->grad)[i] == 0);
+    dt_reset(ctx);
+    none = dt_require_grad(dt_input(ctx, DT_F64, DT_SHAPE(0, 4), NULL));
+    dt_tensor *no_k = dt_matmul(dt_input(ctx, DT_F64, DT_SHAPE(2, 0), NULL), none, flat);
+    for (int i = 0; i < 8; i++) CHECK(no_k && ((double *)no_k->data)[i] == 0);
+    CHECK(dt_cumsum(none, 0) && dt_cumsum(none, 1) && dt_permute(none, (int[2]){ 1, 0 }) &&
+          dt_reshape(none, DT_SHAPE(-1, 2)) && dt_select(none, 1, 3) &&
+          dt_broadcast_to(none, DT_SHAPE(2, 0, 4)) &&
+          dt_mean_dims(none, (dt_reduce_desc){ { 1 }, 1, 1 }));
     CHECK(dt_max_over(none, 1) && dt_topk(none, 2, NULL) && dt_transpose(none, 0, 1) &&
           dt_dropout(none, 0.5, 1, NULL));
     dt_tensor *two[2] = { none, none }, *empty = dt_input(ctx, DT_F64, DT_SHAPE(1, 0, 2, 2), NULL);
@@ -2160,6 +2643,67 @@ static void ties(void) {
 static dt_tensor *kept_loss(dt_tensor *x, void *user) {
     (void)user;
     return dt_require_grad(dt_sum_over(dt_gelu(x), DT_ALL));
+}
+
+/* Elements of a result; the context's data are those of the CPU. */
+static int holds(const dt_tensor *t, int n, const double *want) {
+    int same = t && dt_count(t->shape) == n;
+    for (int i = 0; same && i < n; i++) {
+        double x = get(t->data, t->dtype, i);
+        same = x == want[i] || (isnan(x) && isnan(want[i]));
+    }
+    return same;
+}
+static int grad_is(const dt_tensor *t, int n, const double *want) {
+    dt_tensor grad = *t;
+    grad.data = t->grad;
+    return t->grad && holds(&grad, n, want);
+}
+#define HOLDS(t, ...) \
+    CHECK(holds(t, (int)(sizeof((double[]){ __VA_ARGS__ }) / sizeof(double)), \
+        (const double[]){ __VA_ARGS__ }))
+#define GRAD_IS(t, ...) \
+    CHECK(grad_is(t, (int)(sizeof((double[]){ __VA_ARGS__ }) / sizeof(double)), \
+        (const double[]){ __VA_ARGS__ }))
+
+/* Masks and selections with NaN and ties, in every floating-point type. Values and gradients are
+   those of PyTorch. */
+static void masks(dt_dtype dtype) {
+    meter m = METER;
+    dt_ctx *ctx = open_ctx(&m);
+    const double n = NAN, in[2][4] = { { 1, n, 3, 2 }, { 1, 5, n, -1 } };
+    dt_tensor *t[2];
+    for (int k = 0; k < 2; k++) {
+        double x[4];
+        for (int i = 0; i < 4; i++) put(x, dtype, i, in[k][i]);
+        t[k] = dt_require_grad(dt_input(ctx, dtype, DT_SHAPE(4), x));
+    }
+    dt_tensor *a = t[0], *b = t[1], *less = dt_less(a, b), *no_nan = dt_equal(a, a);
+    HOLDS(less, 0, 0, 0, 0);
+    HOLDS(dt_less(b, a), 0, 0, 0, 1);
+    HOLDS(dt_less_equal(a, b), 1, 0, 0, 0);
+    HOLDS(dt_equal(a, b), 1, 0, 0, 0);
+    HOLDS(no_nan, 1, 0, 1, 1);
+    CHECK(less && !less->needs_grad && no_nan && !no_nan->needs_grad);
+    dt_tensor *most = dt_maximum(a, b), *least = dt_minimum(a, b);
+    HOLDS(most, 1, n, n, 2);
+    HOLDS(least, 1, n, n, -1);
+    /* b where a is NaN: the NaN of a passes neither forward nor backward */
+    dt_tensor *chosen = dt_where(no_nan, a, b),
+              *filled = dt_masked_fill(b, dt_less(b, dt_affine(a, 0, 0)), -INFINITY);
+    HOLDS(chosen, 1, 5, 3, 2);
+    HOLDS(filled, 1, 5, n, -INFINITY);
+    int32_t ids[3] = { 2, 0, 1 };
+    HOLDS(dt_one_hot(dt_input(ctx, DT_I32, DT_SHAPE(3), ids), 3, dtype), 0, 0, 1, 1, 0, 0, 0, 1, 0);
+    HOLDS(dt_argmax(a, 0), 1);
+    HOLDS(dt_argmax(dt_slice(b, 0, 0, 2), DT_ALL), 1);
+    HOLDS(dt_argmax(dt_reshape(chosen, DT_SHAPE(2, 2)), 0), 1, 0);
+    HOLDS(dt_argmax(dt_reshape(dt_slice(chosen, 0, 0, 2), DT_SHAPE(2, 1)), 1), 0, 0);
+    dt_tensor *sum = dt_sum_over(dt_add(dt_affine(most, 1, 0), dt_affine(least, 2, 0)), DT_ALL);
+    dt_backward(dt_add(sum, dt_affine(dt_sum_over(chosen, DT_ALL), 4, 0)));
+    GRAD_IS(a, 0.5 + 1 + 4, 1 + 2, 1 + 2 + 4, 1 + 4);
+    GRAD_IS(b, 0.5 + 1, 1 + 2 + 4, 1 + 2, 2);
+    close_good(ctx, &m, "masks");
 }
 
 static void kept_in_block(void) {
@@ -2325,6 +2869,7 @@ int main(int argc, char **argv) {
     few_rows();
     empty_shapes();
     ties();
+    for (int dtype = DT_F32; dtype <= DT_F64; dtype++) masks((dt_dtype)dtype);
     kept_in_block();
     chunk_scratch();
     recompute_bits();

@@ -623,6 +623,11 @@ static dt_tensor *program_extras(dt_tensor *x, dt_tensor *gain) {
     y = dt_mul(dt_dropout(dt_scatter_rows(y, rows, 3), 0.3, 5, rows), dt_affine(x, 0.5, 1));
     y = dt_rope(dt_reshape(y, DT_SHAPE(1, 3, 2, 6)), rows, (dt_rope_desc){ 0 });
     y = dt_swiglu(dt_transpose(dt_reshape(y, DT_SHAPE(3, 6, 2)), 1, 2)); /* (3,6) */
+    y = dt_patches(
+        dt_reshape(dt_cumsum(dt_matmul(y, y, (dt_matmul_desc){ 1, 0 }), 0), DT_SHAPE(1, 6, 6, 1)),
+        (dt_window_desc){ .kernel = { 4, 1 } }, 0); /* (1,3,6,4,1) */
+    y = dt_reshape(dt_mean_over(y, 3), DT_SHAPE(3, 6));
+    y = dt_masked_fill(y, dt_less(y, dt_affine(y, 0, -1)), -1);
     dt_tensor *both[2] = { y, dt_slice(y, 1, 2, 3) };
     y = dt_max_over(dt_topk(dt_concat(both, 2, 1), 4, &index), 0); /* (4) */
     return dt_sum_over(dt_cast(dt_cast(y, DT_BF16), DT_F32), DT_ALL);
@@ -1021,7 +1026,7 @@ static void e_input_deep(scene *s) {
 static void e_input_large(scene *s) {
     dt_input(s->ctx, DT_F32, DT_SHAPE((int64_t)1 << 32, (int64_t)1 << 32), NULL);
 }
-static void e_reshape_below(scene *s) { dt_reshape(s->x, DT_SHAPE(-1)); }
+static void e_reshape_below(scene *s) { dt_reshape(s->x, DT_SHAPE(-2)); }
 static void e_read_null(scene *s) { dt_read(s->x, NULL); }
 static void e_write_null(scene *s) { dt_write(s->w, NULL); }
 static dt_tensor *into_nothing(dt_tensor *x, void *user) {
@@ -1252,7 +1257,7 @@ static const error_row error_rows[] = {
     { e_input_deep, DT_ERR_SHAPE, { "dt_input", "(1,1,1,1,1,1,..)", "more than 6 dimensions" } },
     { e_input_large, DT_ERR_SHAPE,
         { "dt_input", "(4294967296,4294967296)", "more elements than can be counted" } },
-    { e_reshape_below, DT_ERR_SHAPE, { "dt_reshape", "(-1)", "a dimension is negative" } },
+    { e_reshape_below, DT_ERR_SHAPE, { "dt_reshape", "(-2)", "a dimension is negative" } },
     { e_read_null, DT_ERR_ARG, { "dt_read(dt_input)", "NULL", NULL } },
     { e_write_null, DT_ERR_ARG, { "dt_write(the_w)", "NULL", NULL } },
     { e_block_no_fn, DT_ERR_ARG, { "dt_block", "no function", NULL } },
