@@ -81,7 +81,7 @@ $(SHARING) $(B)/net_rank $(B)/packets $(B)/power: $(B)/tests_kernels.o
 QUICK = $(B)/net_rank $(B)/packets $(B)/power \
     $(patsubst %,$(B)/test_%,account attack checkpoint_faults checkpoint_kills comm_procs comm_started faults file_safety files fuzz gpt \
           io_thread launch_env layers many_ranks memory mismatch misuse models moe nan onebit ops overlap parallel pipe placements \
-          precision rendezvous replicas schedule seeds tensor trace)
+          precision rendezvous replicas schedule seeds tensor tokenizer trace)
 ifeq ($(origin TFLAGS),file)
 $(QUICK): private TFLAGS := $(patsubst -O1,-O0,$(TFLAGS))
 endif

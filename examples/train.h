@@ -73,7 +73,9 @@ typedef struct train_files {
     int count, capacity;
     int64_t bytes;
     int64_t tokens; /* number of tokens; each byte of a text file is a token */
-    int shards;     /* 1 if the files are llm.c token shards, 0 if they are text */
+    int shards;     /* 1 if the tokens are in llm.c token shards, 0 if the bytes are the tokens */
+    char
+        encoded[40]; /* path of one shard with the tokens of all files; empty: the files are read */
 } train_files;
 
 typedef struct train_config {
@@ -216,6 +218,8 @@ static inline int train_files_find_sources(train_files *f) {
 }
 
 static inline dt_text *train_open(dt_ctx *ctx, const train_files *f, int seq) {
+    const char *encoded = f->encoded;
+    if (*encoded) return dt_text_open(ctx, &encoded, 1, seq);
     return f->count ? dt_text_open(ctx, (const char *const *)f->path, f->count, seq) : NULL;
 }
 

@@ -29,6 +29,7 @@
 
 #include "gpt.h"
 #include "train.h"
+#include "tokenizer.h"
 
 #include <fcntl.h>
 #include <limits.h>
@@ -62,11 +63,13 @@ enum { BUILT, NOT_BUILT };
     X(H_DATA, "Data and model", HEADING, BUILT, NULL, 0, 0, "", "") \
     X(DATA, "data", TEXT, BUILT, NULL, 0, 0, "FILE|DIR", \
         "bytes or llm.c shards; a DIR: all files by name [own sources]") \
+    X(TOKENIZER, "tokenizer", TEXT, BUILT, NULL, 0, 0, "FILE", \
+        "tokenizer.json that encodes --data and --val (byte-level BPE)") \
     X(VAL, "val", TEXT, BUILT, NULL, 0, 0, "FILE", \
         "validation loss on its first 64 sequences, after the last step") \
     X(EVAL_EVERY, "eval-every", INT, BUILT, "0", 0, 1e9, "N", "... and after every N steps") \
     X(GENERATE, "generate", INT, BUILT, "0", 0, MEGA, "N", \
-        "at the end print N sampled bytes, or token ids with shards") \
+        "at the end print N sampled bytes or tokens") \
     X(MODEL, "model", TEXT, BUILT, NULL, 0, 0, "FILE", \
         "start from safetensors (a file or folder) or an llm.c .bin") \
     X(SHUFFLE, "shuffle", SWITCH, BUILT, "off", 0, 0, "on|off", \
@@ -82,7 +85,7 @@ enum { BUILT, NOT_BUILT };
     X(SEQ, "seq", INT, BUILT, "128", 1, MEGA, "T", \
         "tokens per sequence; with --model the file's, at most 1024") \
     X(VOCAB, "vocab", INT, BUILT, "256", 1, 16 * MEGA, "V", \
-        "vocabulary: more than any token id; bytes need 256") \
+        "more than any token id; bytes need 256, --tokenizer its size") \
     X(TIE, "tie", SWITCH, BUILT, "on", 0, 0, "on|off", \
         "tied embeddings: one matrix for embedding and head") \
     X(DROPOUT, "dropout", REAL, BUILT, "0", 0, 0.999, "X", \
@@ -210,7 +213,7 @@ enum { BUILT, NOT_BUILT };
         "timeline of every rank, for ui.perfetto.dev") \
     X(REPORT, "report", TEXT, NOT_BUILT, NULL, 0, 0, "FILE", "") \
     X(QUIET, "quiet", FLAG, BUILT, NULL, 0, 0, "", \
-        "print nothing but errors and --generate's bytes") \
+        "print nothing but errors and --generate's text") \
     X(PEAK_TFLOPS, "peak-tflops", REAL, BUILT, "0", 0, 1e9, "X", \
         "peak of a rank, for mfu = (6N + 12LCT) tok/s / (ranks X)") \
     X(H_MORE, "More", HEADING, BUILT, NULL, 0, 0, "", "") \
@@ -1150,7 +1153,8 @@ static void print_refused(void) {
         "  micro-batch x replicas divides START, INCR   of batch-ramp; INCR divides batch - START",
         "  width/heads even, with --arch llama          the rotary embedding rotates pairs of "
         "elements",
-        "  vocab >= 256, or > every token id            bytes are tokens; shards hold ids",
+        "  vocab >= 256, or > every token id            bytes are tokens; shards and tokenizers "
+        "have ids",
         "  seq + 1 <= tokens of --data, and of --val    one sequence and the label of its last "
         "token",
     };
@@ -1159,7 +1163,7 @@ static void print_refused(void) {
         "  --model without --experts                    no file format here has these experts",
         "  text of --data needs vocab >= 256            a --model with less needs shards of its "
         "own "
-        "tokens",
+        "tokens, or a --tokenizer",
         "  --optimizer onebit-adam: zero 0, reduce fixed, offload-optim none; only it has "
         "freeze-steps",
         "  offload-params needs zero 3                  with less every rank holds all values",
@@ -1360,9 +1364,47 @@ static void resolve_experts(value *v, gpt_config *c) {
     c->router_bias = v[O_ROUTER_BIAS].number;
 }
 
+/* The tokenizer of --tokenizer, which is open for the whole run; `tok` is NULL without it. Only rank
+   0 uses it after the ranks have started. */
+static struct {
+    dt_ctx *ctx;
+    tok *tok;
+} tokenizer;
+
+/* Opens the tokenizer. Its size is the default of --vocab. */
+static void open_tokenizer(value *v) {
+    const char *path = v[O_TOKENIZER].text;
+    if (!path) return;
+    tokenizer.ctx = probe_ctx();
+    check_kind(O_TOKENIZER, path, A_FILE);
+    tokenizer.tok = tok_open(tokenizer.ctx, path);
+    if (!tokenizer.tok) refuse("--tokenizer: %s", error_without_rank(tokenizer.ctx));
+    if (!v[O_MODEL].text && v[O_VOCAB].from < GIVEN) compute(&v[O_VOCAB], tok_vocab(tokenizer.tok));
+}
+
+static void close_tokenizer(void) {
+    if (!tokenizer.tok) return;
+    tok_close(tokenizer.tok);
+    dt_ctx_free(tokenizer.ctx);
+    tokenizer.tok = NULL;
+}
+
+/* Refuses a model that has fewer tokens than the tokenizer. */
+static void check_tokenizer(const value *v, int vocab) {
+    int ids = tokenizer.tok ? tok_vocab(tokenizer.tok) : 0;
+    if (ids > vocab && v[O_MODEL].text)
+        refuse("--tokenizer %s has %d token ids, but the model in %s has a vocabulary of %d",
+            v[O_TOKENIZER].text, ids, v[O_MODEL].text, vocab);
+    if (ids > vocab)
+        refuse("--tokenizer %s has %d token ids, but --vocab is %d; use --vocab %d",
+            v[O_TOKENIZER].text, ids, vocab, ids);
+}
+
 static gpt_config resolve_model(value *v) {
     static const dt_dtype dtypes[] = { DT_F32, DT_BF16, DT_F16, DT_F64 };
+    open_tokenizer(v);
     gpt_config c = v[O_MODEL].text ? model_of_file(v) : model_of_options(v);
+    check_tokenizer(v, c.vocab);
     c.dtype = dtypes[int_of(v, O_DTYPE)];
     c.dropout = v[O_DROPOUT].number;
     c.smoothing = v[O_LABEL_SMOOTHING].number;
@@ -1885,12 +1927,12 @@ static int check_file(int id, const char *path) {
 static void check_tokens(const value *v, int id, train_files *files, int64_t most) {
     dt_ctx *ctx = probe_ctx();
     int T = int_of(v, O_SEQ), largest = 0;
-    dt_text *text = dt_text_open(ctx, (const char *const *)files->path, files->count, 1);
+    dt_text *text = train_open(ctx, files, 1);
     int32_t *ids = (int32_t *)dt_alloc(ctx, DT_MEM_HOST, 2 * sizeof *ids * (size_t)T, "ids");
     files->tokens = dt_text_tokens(text);
     if (files->tokens > T) {
         dt_text_close(text);
-        text = dt_text_open(ctx, (const char *const *)files->path, files->count, T);
+        text = train_open(ctx, files, T);
         int64_t S = dt_text_sequences(text);
         /* More sequences than the limit cannot be shuffled. find_text refuses such a run, but only
            after this check, so this check reads the sequences in file order. */
@@ -1914,6 +1956,62 @@ static void check_tokens(const value *v, int id, train_files *files, int64_t mos
     if (largest >= int_of(v, O_VOCAB))
         refuse("--%s %s holds token %d, but --vocab is %d; use --vocab %d", table[id].name,
             v[id].text, largest, int_of(v, O_VOCAB), largest + 1);
+}
+
+/* The shard that encode_files writes, and its file's option and path. */
+typedef struct token_file {
+    int fd, option;
+    const char *path;
+    int64_t tokens;
+} token_file;
+
+static void write_token_file(token_file *f, const void *data, size_t bytes) {
+    const char *at = (const char *)data;
+    while (bytes > 0) {
+        ssize_t done = write(f->fd, at, bytes);
+        if (done < 0 && errno == EINTR) continue;
+        if (done <= 0)
+            refuse("--%s %s: writing its tokens to a temporary file (TMPDIR names the folder): %s",
+                table[f->option].name, f->path, strerror(errno));
+        at += done;
+        bytes -= (size_t)done;
+    }
+}
+
+static void put_tokens(void *user, const int32_t *ids, int64_t n) {
+    token_file *f = (token_file *)user;
+    f->tokens += n;
+    if (f->tokens > INT32_MAX)
+        refuse("--%s %s has more than %d tokens; use llm.c shards", table[f->option].name, f->path,
+            INT32_MAX);
+    write_token_file(f, ids, (size_t)n * sizeof *ids);
+}
+
+/* Encodes text files with --tokenizer, each as a document of its own, into one llm.c shard: a
+   temporary file that is removed at once and that the ranks open through its descriptor. */
+static void encode_files(int id, train_files *files) {
+    const char *folder = getenv("TMPDIR");
+    char name[4096];
+    int32_t header[256] = { 20240801, 7 };
+    token_file f = { -1, id, files->path[0], 0 };
+    snprintf(name, sizeof name, "%.4000s/dt-tokens-XXXXXX", folder && *folder ? folder : "/tmp");
+    f.fd = mkostemp(name, O_CLOEXEC);
+    if (f.fd < 0 || unlink(name) != 0)
+        refuse("--%s: %s: %s", table[id].name, name, strerror(errno));
+    write_token_file(&f, header, sizeof header);
+    for (int i = 0; i < files->count; i++) {
+        f.path = files->path[i];
+        if (tok_encode_file(tokenizer.tok, f.path, 1, put_tokens, &f) != DT_OK)
+            refuse("--%s: %s", table[id].name, error_without_rank(tokenizer.ctx));
+    }
+    if (f.tokens < 2)
+        refuse("--%s %s: %lld tokens; at least 2 are needed", table[id].name, f.path,
+            (long long)f.tokens);
+    header[2] = (int32_t)f.tokens;
+    if (pwrite(f.fd, header, sizeof header, 0) != (ssize_t)sizeof header)
+        refuse("--%s: %s: %s", table[id].name, name, strerror(errno));
+    snprintf(files->encoded, sizeof files->encoded, "/proc/self/fd/%d", f.fd);
+    files->shards = 1;
 }
 
 /* Finds the files of --data or --val and checks them. `most` is an upper limit of the number of
@@ -1940,6 +2038,7 @@ static void find_text(const value *v, int id, train_files *files, int64_t most) 
     if (files->count == 0) refuse("--%s %s: the directory holds no files", name, path);
     for (int i = 0; i < files->count; i++) files->shards |= check_file(id, files->path[i]);
     files->tokens = files->bytes;
+    if (tokenizer.tok && !files->shards) encode_files(id, files);
     if (files->shards) check_tokens(v, id, files, most);
     const char *unit = files->shards ? "tokens" : "bytes";
     if (!files->shards && int_of(v, O_VOCAB) < 256 && v[O_MODEL].text)
@@ -2036,6 +2135,7 @@ static void check_overwrites(const value *v, const train_config *c, const train_
                 refuse_overwrite(&out[o], &st, ids[k], in[k]->path[i]);
         if (exists) refuse_overwrite(&out[o], &st, O_CONFIG, v[O_CONFIG].text);
         if (exists) refuse_overwrite(&out[o], &st, O_TOKEN_FILE, v[O_TOKEN_FILE].text);
+        if (exists) refuse_overwrite(&out[o], &st, O_TOKENIZER, v[O_TOKENIZER].text);
         for (int k = 0; k < o && !device; k++)
             if (strcmp(out[k].path, out[o].path) == 0 || (exists && same_file(out[k].path, &st)))
                 refuse("--%s and --%s would both write %s; use another name",
@@ -2282,38 +2382,53 @@ static void on_step(dt_ctx *ctx, const train_row *row, void *user) {
     check_stdout(ctx, j);
 }
 
-/* Samples n = --generate bytes from the model, beginning after a newline, and prints them. If the
-   data is token shards, samples n token ids, beginning after the last id of the vocabulary (GPT-2's
-   end of text), and prints the ids. On a terminal, control bytes are printed as \xNN; in a file or
-   a pipe they are unchanged. */
+/* Adds n sampled tokens to a line: as text with --tokenizer, as ids if the data is token shards,
+   else as bytes. On a terminal, control bytes are printed as \xNN; in a file or a pipe they are
+   unchanged. */
+static void print_generated(dt_ctx *ctx, line *out, int32_t *ids, int n, int shards) {
+    size_t bytes = (size_t)n;
+    char *own = (char *)calloc(bytes + 1, 1);
+    const char *text = own;
+    if (!own) dt_fail(ctx, DT_ERR_MEM, "--generate %d", n);
+    int tokens = 0; /* ids that are tokens: a vocabulary may have gaps */
+    for (int i = 0; i < n && own; i++) {
+        own[i] = (char)ids[i];
+        if (!tokenizer.tok && shards) line_printf(out, "%s%d", i > 0 ? " " : "", ids[i]);
+        if (tokenizer.tok && tok_is_token(tokenizer.tok, ids[i])) ids[tokens++] = ids[i];
+    }
+    if (tokenizer.tok)
+        text = tok_decode(tokenizer.tok, ids, tokens, (tok_decode_desc){ 0 }, &bytes);
+    if (text && (tokenizer.tok || !shards))
+        line_add_text(out, text, bytes, isatty(1) ? "\n\t" : NULL);
+    free(own);
+}
+
+/* Samples n = --generate tokens from the model and prints them. They begin after a newline, after
+   the last id of the vocabulary (GPT-2's end of text) if the data is token shards, or after
+   tok_first_id with --tokenizer. */
 static void generate(dt_ctx *ctx, gpt *model, const job *j) {
-    int quiet = j->v[O_QUIET].number != 0;
+    int quiet = j->v[O_QUIET].number != 0, shards = j->config.data.shards;
     int n = int_of(j->v, O_GENERATE);
     int32_t *ids = (int32_t *)calloc((size_t)n + 1, sizeof *ids);
-    char *bytes = (char *)calloc((size_t)n + 1, 1);
-    if (ids && bytes) {
-        int shards = j->config.data.shards;
-        gpt_sampling how = {
-            .temperature = 0.8, .limit = shards ? 0 : 256, .seed = (uint64_t)j->v[O_SEED].number
-        };
-        ids[0] = shards ? model->config.vocab - 1 : '\n';
+    if (ids) {
+        const tok *t = tokenizer.tok;
+        gpt_sampling how = { .temperature = 0.8,
+            .limit = t        ? tok_vocab(t)
+                     : shards ? 0
+                              : 256,
+            .seed = (uint64_t)j->v[O_SEED].number };
+        ids[0] = t ? tok_first_id(t) : shards ? model->config.vocab - 1 : '\n';
         /* all ranks sample the same tokens, and rank 0 prints them */
         int first =
             n > 0 && gpt_generate(model, ids, 1, n + 1, how) == DT_OK && dt_ctx_rank(ctx) == 0;
         line out = { .fd = 1 };
         if (!quiet && first) line_printf(&out, "---\n");
-        for (int i = 0; i < n && first; i++)
-            if (shards)
-                line_printf(&out, "%s%d", i > 0 ? " " : "", ids[i + 1]);
-            else
-                bytes[i] = (char)ids[i + 1];
-        if (first && !shards) line_add_text(&out, bytes, (size_t)n, isatty(1) ? "\n\t" : NULL);
-        if (first && (!quiet || shards)) line_printf(&out, "\n");
+        if (first) print_generated(ctx, &out, ids + 1, n, shards);
+        if (first && (!quiet || (shards && !t))) line_printf(&out, "\n");
         if (first && !quiet) line_printf(&out, "---\n");
         if (first) flush_line(&out);
     } else
         dt_fail(ctx, DT_ERR_MEM, "--generate %d", n);
-    free(bytes);
     free(ids);
 }
 
@@ -2412,8 +2527,8 @@ static const int fixed_options[] = { O_ARCH, O_LAYERS, O_WIDTH, O_HEADS, O_KV_HE
     O_SHUFFLE, O_SEED, O_OPTIMIZER, O_DTYPE };
 static const int changeable_options[] = { O_DROPOUT, O_BALANCE_LOSS, O_Z_LOSS, O_BATCH, O_STEPS,
     O_LR, O_LR_SCHEDULE, O_WARMUP, O_LR_STEPS, O_MIN_LR_RATIO, O_BATCH_RAMP, O_WEIGHT_DECAY, O_CLIP,
-    O_BETA1, O_BETA2, O_EPS, O_MOMENTUM, O_LABEL_SMOOTHING, O_FREEZE_STEPS, O_LOSS_SCALE,
-    O_REDUCE };
+    O_BETA1, O_BETA2, O_EPS, O_MOMENTUM, O_LABEL_SMOOTHING, O_FREEZE_STEPS, O_LOSS_SCALE, O_REDUCE,
+    O_TOKENIZER };
 
 /* Returns 1 if option `id` has another value in `then`, the settings of a checkpoint; 0 if it has
    the same value or if the checkpoint does not know the option. Writes the checkpoint's value to
@@ -2518,8 +2633,8 @@ static void at_end(dt_ctx *ctx, gpt *model, void *user) {
 static const int per_rank_options[] = { O_DATA, O_RANK, O_RENDEZVOUS, O_TOKEN_FILE, O_TIMEOUT,
     O_OFFLOAD_OPTIM, O_OFFLOAD_PARAMS, O_MEM_LIMIT, O_LINK_LATENCY, O_LINK_BANDWIDTH, O_LOG_CSV,
     O_QUIET, O_PEAK_TFLOPS, O_CONFIG };
-static const int presence_options[] = { O_VAL, O_MODEL, O_SCHEDULE_SVG, O_SAVE, O_RESUME,
-    O_SAVE_MODEL, O_TRACE };
+static const int presence_options[] = { O_VAL, O_MODEL, O_TOKENIZER, O_SCHEDULE_SVG, O_SAVE,
+    O_RESUME, O_SAVE_MODEL, O_TRACE };
 
 static int is_among(int id, const int *list, size_t n) {
     for (size_t i = 0; i < n; i++)
@@ -3070,6 +3185,7 @@ int main(int argc, char **argv) {
     j.config.user = &j;
     char *settings = config_json(v);
     if (v[O_PRINT_CONFIG].number) {
+        close_tokenizer();
         line out = { .fd = 1 };
         if (prints_messages())
             line_add_text(&out, settings, strlen(settings), "\n"), flush_line(&out);
@@ -3095,5 +3211,6 @@ int main(int argc, char **argv) {
     free(settings);
     train_files_free(&j.config.data);
     train_files_free(&j.config.val);
+    close_tokenizer();
     return end_mpi(failed);
 }

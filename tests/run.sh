@@ -118,12 +118,12 @@ judge() { # judge NAME: counts the checks in the log that start wrote
 run_one() { start "$@"; judge "$1"; }
 
 # Each of these tests keeps one processor busy, and has no ranks that wait much: as many run at a time as there are
-# processors, the longest first. (A mutant's test may wait, but it only has to fail.) The last two need PyTorch, which
-# is installed meanwhile.
+# processors, the longest first. (A mutant's test may wait, but it only has to fail.) Tests that need PyTorch come
+# late, because it is installed meanwhile.
 together="test_cuda_races test_cuda test_matrix_gpu test_parts.sh test_entry_points.sh \
           test_sanitized.sh test_cli.sh test_examples.sh test_memory test_kernels test_docs.sh test_tensor test_account test_gpt \
           test_seeds test_ops test_layers test_files test_file_safety test_placements test_cuda_blas test_cuda_shim test_schedule \
-          test_onebit test_fuzz test_index.sh mutants test_launch.sh test_hf.sh"
+          test_onebit test_fuzz test_index.sh test_tokenizer test_tokenizer.sh test_launch.sh test_hf.sh mutants"
 # These mostly wait: for timeouts, networks, disks and launchers. LANES of them at a time run beside compilers and the
 # tests above, the longest first.
 LANES=3
@@ -176,7 +176,7 @@ run_all() { # run_all NAME...
     of "$together" "$@"
     for name in "${chosen[@]}"; do
         buildable "$name" || continue
-        [ "$name" != test_launch.sh ] && [ "$name" != test_hf.sh ] || end_python
+        case $name in test_launch.sh | test_hf.sh | test_tokenizer.sh) end_python ;; esac
         start_beside $((CPUS + 1)) "$name" # 1: the lanes
         beside+=("$name")
     done
@@ -214,7 +214,7 @@ fi
 programs_of_scripts=()
 [ ${#scripts[@]} = 0 ] || [ "${scripts[*]}" = sanitized ] ||
     programs_of_scripts=(demo train_gpt power net_rank bench_{gemm,attention,train,comm,layouts})
-case " ${scripts[*]} " in *" test_hf.sh "* | *" test_launch.sh "*) start_python ;; esac
+case " ${scripts[*]} " in *" test_hf.sh "* | *" test_launch.sh "* | *" test_tokenizer.sh "*) start_python ;; esac
 
 run_all "${programs[@]}" "${scripts[@]}"
 

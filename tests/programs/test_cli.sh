@@ -187,6 +187,35 @@ try 2 'is text, whose bytes are tokens 0 to 255, but the model in .* has a vocab
 try 2 'holds token 99, but the model in .* has a vocabulary of 61' --model $g/hf_gpt2 --data "$dir/shard99"
 try 2 'val .*holds token 99' --vocab 61 --seq 16 --data "$dir/shard" --val "$dir/shard99"
 try 2 'seq 122 .*use --seq 121 or less' --data "$dir/shard" --seq 122
+
+# ---- a tokenizer: text becomes tokens, --vocab its size, and --generate prints text
+t=$g/tokenizer
+try 0 '' $tiny --data "$dir/text" --tokenizer $t/llama3.json --val "$dir/text" --generate 9
+grep -aq 'vocab 334=' "$dir/out" && grep -aEq ' 1 file +3[0-9]{3} tokens' "$dir/out" && ! grep -aEq '^[0-9]+ [0-9]+ [0-9]+' "$dir/out"
+report $? "text is encoded, and text is generated"
+sed 's/|[^|]*ms |.*//' "$dir/out" | grep -a '^step' >"$dir/tokens.threads"
+try 0 '' $tiny --data "$dir/text" --tokenizer $t/llama3.json --backend procs --ranks 2
+[ -s "$dir/tokens.threads" ] && sed 's/|[^|]*ms |.*//' "$dir/out" | grep -a '^step' | cmp -s - "$dir/tokens.threads"
+report $? "processes read the same tokens"
+try 0 '' $tiny --data "$dir/text" --tokenizer $t/qwen.json --print-config
+grep -q '"vocab": 335' "$dir/out" && grep -q '"tokenizer": ".*qwen.json"' "$dir/out"
+report $? "--print-config has the tokenizer and its size"
+try 0 '' $tiny --data "$dir/shard" --tokenizer $t/gpt2.json --generate 5
+grep -q '122 tokens' "$dir/out"
+report $? "token shards are not encoded again"
+try 2 'tokenizer .*llama3.json has 334 token ids, but --vocab is 300; use --vocab 334$' --data "$dir/text" --tokenizer $t/llama3.json --vocab 300
+try 0 '' $tiny --data "$dir/text" --tokenizer $t/llama3.json --vocab 400 --generate 20 --quiet
+try 2 'has 331 token ids, but the model in .* has a vocabulary of 61$' --model $g/hf_gpt2 --data "$dir/text" --tokenizer $t/gpt2.json
+try 2 'tokenizer: .*vectors.json:1:1: an object is needed$' --data "$dir/text" --tokenizer $t/vectors.json
+try 2 'tokenizer: .*none.json' --data "$dir/text" --tokenizer $t/none.json
+try 2 'tokenizer .*directory' --data "$dir/text" --tokenizer $t
+TMPDIR=$dir/none try 2 'data: .*dt-tokens-.*No such file' --data "$dir/text" --tokenizer $t/gpt2.json
+cp $t/gpt2.json "$dir/t.json"
+try 2 'would overwrite .*, which --tokenizer reads' $tiny --data "$dir/text" --tokenizer "$dir/t.json" --log-csv "$dir/t.json"
+try 2 'would overwrite .*, which --data reads' $tiny --data "$dir/text" --tokenizer $t/gpt2.json --log-csv "$dir/text"
+: >"$dir/nothing"
+try 2 'nothing: 0 tokens; at least 2 are needed' $tiny --data "$dir/nothing" --tokenizer $t/gpt2.json
+
 mkdir "$dir/hf" && cp $g/hf_gpt2/*.json $g/hf_gpt2/*.safetensors "$dir/hf"
 for out in "--log-csv $dir/hf/model.safetensors" "--log-csv $dir/hf/config.json" "--save-model $dir/hf"; do
     try 2 'would overwrite .*, which --model reads' --model "$dir/hf" --data "$dir/shard" $run $out

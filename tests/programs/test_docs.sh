@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # test_docs.sh - the documents: every command in a block marked sh runs; every link, file and function exists
 #
-# Commands run in a folder with only an input.txt; train_gpt makes 2 steps. A command with "# ends with status N"
+# Commands run in a folder with only an input.txt and a tokenizer.json; train_gpt makes 2 steps. A command with "# ends with status N"
 # must end with that status.
 cd "$(dirname "$0")/../.." || exit 1
 . tests/support/slow.sh
@@ -22,6 +22,7 @@ mkdir "$D/build"
 printf '#!/bin/sh\nexec "%s" "$@" --steps 2 --stop-at 2\n' "$(cd "$B" && pwd)/train_gpt" >"$D/build/train_gpt"
 chmod +x "$D/build/train_gpt"
 head -c 60000 dt_tensor.h >"$D/input.txt"
+cp tests/golden/tokenizer/gpt2.json "$D/tokenizer.json"
 
 "$D/build/train_gpt" --help >"$D/help"
 commands=0

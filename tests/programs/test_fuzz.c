@@ -34,6 +34,9 @@
 #undef fuzz_one
 #define fuzz_one fuzz_manifest
 #include "tests/fuzz/fuzz_manifest.c"
+#undef fuzz_one
+#define fuzz_one fuzz_tokenizer
+#include "tests/fuzz/fuzz_tokenizer.c"
 #include "tests/support/check.h"
 
 int main(int argc, char **argv) {
@@ -45,7 +48,8 @@ int main(int argc, char **argv) {
     } targets[] = { { "json", fuzz_json, 0 }, { "safetensors", fuzz_safetensors, 0 },
         { "llmc", fuzz_llmc, 0 }, { "shards", fuzz_shards, 0 },
         { "rendezvous", fuzz_rendezvous, step }, { "packets", fuzz_packets, step },
-        { "config", fuzz_config, 0 }, { "manifest", fuzz_manifest, 0 } };
+        { "config", fuzz_config, 0 }, { "manifest", fuzz_manifest, 0 },
+        { "tokenizer", fuzz_tokenizer, 0 } };
     for (size_t i = 0; i < sizeof targets / sizeof *targets; i++) {
         char path[600];
         int mutants = 0;

@@ -345,6 +345,7 @@ one_rank() { # runs that end before any rank starts, and files of other programs
 0 --model tests/golden/hf_gpt2 --batch 2 --steps 1 --seq 8 --data DIR/tokens.bin --generate 4
 0 --model tests/golden/hf_llama_bf16 --batch 1 --steps 1 --seq 8 --data DIR/tokens.bin
 0 --model tests/golden/llmc_v3.bin --batch 2 --steps 1 --seq 8 --data DIR/tokens.bin
+0 --tokenizer tests/golden/tokenizer/qwen.json --layers 1 --width 16 --heads 2 --batch 2 --steps 1 --seq 8 --data README.md --generate 9
 END
 }
 
