@@ -11090,8 +11090,8 @@ typedef struct dt__load_all {
     unsigned char *taken; /* tensor i of the file has a parameter */
 } dt__load_all;
 
-/* Sets a->name. Returns the index of the file's tensor; -1: there is none; -2: the parameter is
-   left as it is. */
+/* Sets a->name. Returns the index of the tensor in the file; -1 if the file has no tensor of this
+   name; -2 if the parameter is left as it is. */
 static int dt__load_index(dt__load_all *a, const dt_tensor *param) {
     snprintf(a->name, sizeof a->name, "%s", param->name);
     if (a->desc.rename && !a->desc.rename(a->desc.user, param->name, a->name, sizeof a->name))

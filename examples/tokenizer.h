@@ -422,7 +422,7 @@ static inline void tok_sort_marks(const tok *t, uint64_t *c, size_t n) {
 /* Composes n code points in place and returns the new number. */
 static inline size_t tok_compose_all(const tok *t, uint64_t *c, size_t n) {
     size_t out = 0, starter = SIZE_MAX;
-    int last = -1; /* class of the last code point after the starter; -1: there is none */
+    int last = -1; /* class of the last code point after the starter; -1: no such code point */
     for (size_t i = 0; i < n; i++) {
         int class_of = t->combining[c[i]];
         uint32_t both = 0;
@@ -1167,10 +1167,10 @@ static inline const int32_t *tok_encode(
     return (const int32_t *)t->ids.data;
 }
 
-/* Returns the longest length, below `bytes`, at which a text can be cut so that its two parts, the
-   second one with tok_encode_desc.continues, have the ids of the whole; 0 if there is none. The cut
-   is after a newline that stands between a printable ASCII character and a letter or digit: a word
-   ends there whatever follows. */
+/* Returns the largest length below `bytes` at which the text can be cut into two parts without
+   changing its ids (encode the second part with tok_encode_desc.continues). Returns 0 if the text
+   has no such place. The cut is after a newline that stands between a printable ASCII character and
+   a letter or digit: a word ends there whatever follows. */
 static inline size_t tok_safe_end(const tok *t, const char *text, size_t bytes) {
     const unsigned char *s = (const unsigned char *)text;
     for (size_t i = bytes; i >= 3 && t->can_cut; i--) {
@@ -1380,8 +1380,8 @@ static inline const char *tok_train_text(const tok_trainer *r, int64_t id) {
     return (const char *)r->texts.data + ((const size_t *)r->tokens.data)[id];
 }
 
-/* Returns the id of a token with this text, which becomes a token if there is none. Returns -1
-   after a failure. The table has room for all tokens. */
+/* Returns the id of the token whose text is `a` followed by `b`. Adds the token if it does not
+   exist. Returns -1 after a failure. The table has room for all tokens. */
 static inline int32_t tok_train_token(tok_trainer *r, const char *a, const char *b) {
     size_t n[2] = { strlen(a), strlen(b) }, bytes = n[0] + n[1];
     char *text =

@@ -305,8 +305,8 @@ static void test_cleared(void) {
     }
 }
 
-/* The search copies sums of squares to the host, and then only pieces that may hold a bad element;
-   a finite number whose square overflows is none. */
+/* The search copies sums of squares to the host, and then only pieces that may hold a bad element.
+   A finite number whose square overflows is not a bad element. */
 static size_t moved;
 
 static dt_status counted_move(void *to, const void *from, size_t bytes, void *stream) {
