@@ -1363,6 +1363,7 @@ struct dt_param_info { /* the data of a parameter besides its tensor; read-only 
     dt_param_desc desc;
     int scope;            /* number of dt_scope and dt_stage calls before its registration */
     int stage;            /* from dt_stage */
+    int group;            /* parameter group (dt_zero.h): parameters of a bucket have the same */
     dt_bucket *bucket;    /* NULL until dt_buckets_make */
     size_t offset, count; /* offset in the bucket and local size, in elements */
     int grad_started;     /* 1: an op has written this micro-batch's gradient */
@@ -1417,6 +1418,10 @@ DT_API void *dt_data(dt_tensor *t);
 /* [local] Returns the value of a scalar; NaN if t is NULL or its context has failed. An i64 beyond
    2^53 is rounded; dt_read copies it exactly. Waits for the stream. */
 DT_API double dt_item(const dt_tensor *t);
+/* [local]; for a parameter at ZeRO-3 [collective: its data group]. Prints a tensor to the log hook:
+   a line with its name, type and shape, then its values as PyTorch prints them. Of more than 1,000
+   elements it prints the first and last three of each dimension. */
+DT_API void dt_print(const dt_tensor *t);
 
 // ==== 6. Buckets and listeners ==================================================================
 
@@ -1445,12 +1450,13 @@ typedef enum dt_grad_state {
 } dt_grad_state;
 
 /* Gradient bucket. Stores consecutive parameters of one scope that have the same dtype, shardings,
-   gradient placements and `frozen` flag. A new bucket begins where a bucket would exceed
-   bucket_bytes. Padding is zero. */
+   gradient placements, parameter group and `frozen` flag. A new bucket begins where a bucket would
+   exceed bucket_bytes. Padding is zero. */
 struct dt_bucket {
     int index, first_param, n_params;
     dt_dtype dtype, grad_dtype; /* the gradients of bf16 and f16 parameters are f32 */
-    int frozen;
+    int frozen;                 /* dt_param_desc.frozen of its parameters */
+    int paused;           /* 1: none of its parameters gets a gradient for now (dt_zero_freeze) */
     int stage;            /* from dt_stage */
     size_t count, padded; /* elements */
     /* (padded) the values. In a sharded bucket `data` has memory class DT_MEM_COMM, and is NULL
@@ -1663,7 +1669,10 @@ DT_API dt_tensor *dt_affine(dt_tensor *x, double scale, double shift);
 DT_API dt_tensor *dt_swiglu(dt_tensor *x);
 
 /* a + b, a - b, a * b, a / b, element by element, with broadcasting: shapes are aligned at their
-   ends, and a dimension that is 1 or missing repeats. */
+   ends, and a dimension that is 1 or missing repeats. Mixed types: a scalar without dimensions is
+   cast to the type of a tensor with dimensions, and of two scalars the narrower one to the type of
+   the wider. So an f64 loss plus an f32 term is an f64 loss. This holds for all ops of two tensors
+   down to dt_equal. */
 DT_API dt_tensor *dt_add(dt_tensor *a, dt_tensor *b);
 DT_API dt_tensor *dt_sub(dt_tensor *a, dt_tensor *b);
 DT_API dt_tensor *dt_mul(dt_tensor *a, dt_tensor *b);
@@ -2042,6 +2051,22 @@ DT_API void dt_no_grad(dt_ctx *ctx, int on);
    fail, because masks contain it; the text names the first op that made one. Ops under dt_no_grad
    are not tested. */
 DT_API void dt_check_finite(dt_ctx *ctx, int on);
+
+/* The largest difference that dt_grad_check has found: |gradient - numeric| / max(1, |numeric|). */
+typedef struct dt_grad_difference {
+    double difference;       /* Inf after a failure */
+    const dt_tensor *tensor; /* the input, NULL after a failure */
+    int64_t element;         /* index in its local slice, row-major */
+    double gradient;         /* of this element, from the backward */
+    double numeric;          /* its central difference (f(x + step) - f(x - step)) / (2 step) */
+} dt_grad_difference;
+/* [local] Compares the gradients of a function with finite differences, to test an op of your own
+   (gradcheck of PyTorch). `loss` returns a scalar that it computes from the n `inputs`: parameters,
+   or other tensors after dt_require_grad, all f64. It runs once with the backward, and then in a
+   dt_block twice for each element of the inputs, which have their values again at the end. step 0
+   means 1e-6. Call dt_reset before the next forward; the gradients have been cleared. */
+DT_API dt_grad_difference dt_grad_check(dt_ctx *ctx, dt_tensor *(*loss)(void *user), void *user,
+    dt_tensor *const *inputs, int n, double step);
 
 // ==== 9. Weight files ===========================================================================
 
@@ -3773,7 +3798,8 @@ dt_tensor *dt_param_find(const dt_ctx *ctx, const char *name) {
 /* Returns 1 if two parameters can share a bucket: every bucket operation treats both alike. */
 static int dt__same_bucket(const dt_tensor *a, const dt_tensor *b) {
     const dt_param_desc *x = &a->param->desc, *y = &b->param->desc;
-    if (a->dtype != b->dtype || a->param->scope != b->param->scope || !x->frozen != !y->frozen)
+    if (a->dtype != b->dtype || a->param->scope != b->param->scope ||
+        a->param->group != b->param->group || !x->frozen != !y->frozen)
         return 0;
     for (int i = 0; i < 3; i++)
         if (x->shards[i].comm != y->shards[i].comm) return 0;
@@ -6096,7 +6122,7 @@ dt_tensor *dt_require_grad(dt_tensor *t) {
         return NULL;
     }
     if (dt__owner(t)->param) {
-        if (!dt__owner(t)->param->desc.frozen) return t;
+        if (dt__owner(t)->needs_grad) return t;
         dt_fail(t->ctx, DT_ERR_ARG, "dt_require_grad(%s): the parameter is frozen", t->name);
         return NULL;
     }
@@ -6397,7 +6423,7 @@ static dt_status dt__backward_at(dt_tensor *y, dt_tensor *grad, dt_phase phase) 
     for (int u = ctx->n_buckets - 1; u >= 0 && ctx->status == DT_OK; u--) {
         dt_bucket *bucket = dt_bucket_get(ctx, u);
         if (bucket->stage == ctx->root->stage && bucket->pending_params != DT__COMPLETE &&
-            !bucket->frozen)
+            !bucket->frozen && !bucket->paused)
             dt__grad_complete(ctx, bucket);
     }
     return ctx->status;
@@ -6411,6 +6437,88 @@ dt_status(dt_backward_input)(dt_tensor *loss) {
 }
 dt_status(dt_backward_weight)(dt_tensor *loss) {
     return (dt_backward_at)(loss, NULL, DT_BACKWARD_WEIGHT);
+}
+
+/* ---- dt_grad_check ---- */
+
+typedef struct dt__grad_check {
+    dt_tensor *(*loss)(void *user);
+    void *user;
+} dt__grad_check;
+
+static dt_tensor *dt__grad_check_block(dt_tensor *x, void *user) {
+    const dt__grad_check *c = (const dt__grad_check *)user;
+    (void)x;
+    return c->loss(c->user);
+}
+
+/* Returns the loss with element i of x changed by `step`; `values` are x's values. */
+static double dt__grad_check_loss(
+    dt__grad_check *c, dt_tensor *x, double *values, int64_t i, double step) {
+    double before = values[i];
+    values[i] += step;
+    if ((dt_write)(x, values) != DT_OK) return NAN;
+    /* under dt_no_grad the end of a block frees its tensors */
+    double loss = (dt_item)(dt_block(x->ctx, dt__grad_check_block, x, c));
+    values[i] = before;
+    return (dt_write)(x, values) == DT_OK ? loss : NAN;
+}
+
+static void dt__grad_check_input(
+    dt__grad_check *c, dt_tensor *x, double *host, double step, dt_grad_difference *worst) {
+    dt_ctx *ctx = x->ctx;
+    int64_t n = dt_count(x->shape);
+    double *values = host, *grad = host + n;
+    const dt_tensor *t = dt__owner(x);
+    if (!t->grad) {
+        dt_fail(ctx, DT_ERR_ARG, "dt_grad_check(%s): the loss gives it no gradient here", x->name);
+        return;
+    }
+    if (dt__move_now(ctx, grad, t->grad, (size_t)n * sizeof *grad) != DT_OK ||
+        (dt_read)(x, values) != DT_OK)
+        return;
+    for (int64_t i = 0; i < n && ctx->status == DT_OK; i++) {
+        double above = dt__grad_check_loss(c, x, values, i, step),
+               below = dt__grad_check_loss(c, x, values, i, -step);
+        double numeric = (above - below) / (2 * step), g = grad[i] / ctx->loss_scale,
+               difference = fabs(g - numeric) / fmax(1, fabs(numeric));
+        if (isnan(difference)) difference = HUGE_VAL;
+        if (!worst->tensor || difference > worst->difference)
+            *worst = (dt_grad_difference){ difference, x, i, g, numeric };
+    }
+}
+
+dt_grad_difference dt_grad_check(dt_ctx *ctx, dt_tensor *(*loss)(void *user), void *user,
+    dt_tensor *const *inputs, int n, double step) {
+    dt_grad_difference none = { .difference = HUGE_VAL }, worst = none;
+    dt__grad_check c = { loss, user };
+    size_t bytes = 0;
+    if (!ctx || ctx->status != DT_OK) return none;
+    if (!loss || !inputs || n < 1 || !(step >= 0))
+        dt_fail(ctx, DT_ERR_ARG, "dt_grad_check: %d inputs, step %g, %s", n, step,
+            loss ? "a function" : "no function");
+    for (int i = 0; i < n && ctx->status == DT_OK; i++) {
+        dt_tensor *x = inputs[i];
+        if (!x || x->ctx != ctx || x->dtype != DT_F64 || dt__owner(x) != x || !x->needs_grad) {
+            dt_fail(ctx, DT_ERR_ARG,
+                "dt_grad_check: input %d, %s, is no f64 tensor of dt_require_grad or parameter", i,
+                dt__tensor_text(x).s);
+            return none;
+        }
+        bytes = dt__bytes(x) > bytes ? dt__bytes(x) : bytes;
+    }
+    double *host =
+        ctx->status == DT_OK ? (double *)dt_alloc(ctx, DT_MEM_HOST, 2 * bytes, "gradients") : NULL;
+    int ready = host && (dt_backward)(loss(user)) == DT_OK;
+    int no_grad = ctx->no_grad;
+    ctx->no_grad = 1;
+    for (int i = 0; i < n && ready && ctx->status == DT_OK; i++)
+        dt__grad_check_input(&c, inputs[i], host, step > 0 ? step : 1e-6, &worst);
+    ctx->no_grad = no_grad;
+    dt_free(ctx, DT_MEM_HOST, host, 2 * bytes);
+    if (ctx->status != DT_OK || !ready) return none;
+    dt_clear_grads(ctx);
+    return worst;
 }
 
 // ==== 19. Ops: linear, norms, elementwise functions =============================================
@@ -6461,6 +6569,75 @@ static double dt__item(const dt_tensor *t) {
     if (dt__host_copy("dt_item", (dt_tensor *)t, &value, NULL) != DT_OK) return NAN;
     return dt__number(t->dtype, &value, 0);
 }
+/* ---- dt_print ---- */
+
+typedef struct dt__print {
+    const dt_tensor *t;
+    const void *values;
+    int folds;    /* 1: prints only the ends of a dimension */
+    dt__text row; /* text of the line that is not printed yet */
+} dt__print;
+
+static void dt__print_end_row(dt__print *p, int indent) {
+    dt_log(p->t->ctx, DT_LOG_NOTICE, "%s", p->row.s);
+    p->row = dt__format("%*s", indent, "");
+}
+
+static void dt__print_value(dt__print *p, int64_t i) {
+    double x = dt__number(p->t->dtype, p->values, (size_t)i);
+    if (p->t->dtype == DT_I64)
+        dt__put(&p->row, "%lld", (long long)((const int64_t *)p->values)[i]);
+    else if (isnan(x))
+        dt__put(&p->row, "nan");
+    else
+        dt__put(&p->row, dt__integer(p->t->dtype) ? "%.0f" : "%.5g", x);
+}
+
+/* Prints dimension `dim` of the elements from number `first` on. */
+static void dt__print_dim(dt__print *p, int dim, int64_t first) {
+    enum { ENDS = 3, COLUMNS = 80 };
+    int nd = p->t->shape.nd;
+    int64_t n = dim < nd ? p->t->shape.d[dim] : 0, stride = 1;
+    if (dim == nd) {
+        dt__print_value(p, first);
+        return;
+    }
+    for (int d = dim + 1; d < nd; d++) stride *= p->t->shape.d[d];
+    dt__put(&p->row, "[");
+    for (int64_t i = 0; i < n; i++) {
+        int last = dim + 1 == nd, skips = p->folds && i == ENDS && n > 2 * ENDS;
+        if (skips) {
+            dt__put(&p->row, last ? "..., " : "...,");
+            if (!last) dt__print_end_row(p, dim + 1);
+            i = n - ENDS;
+        }
+        dt__print_dim(p, dim + 1, first + i * stride);
+        if (i + 1 < n) dt__put(&p->row, last ? ", " : ",");
+        if (i + 1 < n && (!last || p->row.used > COLUMNS)) dt__print_end_row(p, dim + 1);
+    }
+    dt__put(&p->row, "]");
+}
+
+void dt_print(const dt_tensor *t) {
+    enum { ALL = 1000 };
+    if (!t || t->ctx->status != DT_OK) return;
+    dt__print p = { .t = t, .folds = dt_count(t->shape) > ALL };
+    size_t bytes = dt__bytes(t);
+    void *host = dt_alloc(t->ctx, DT_MEM_HOST, bytes ? bytes : 1, "dt_print");
+    p.values = host;
+    p.row = dt__format("%.200s %s %s%s", t->name ? dt__printable_name(t->name).s : "",
+        dt_dtype_name(t->dtype), dt__shape_text(t->shape).s, t->shape.nd ? "" : ": ");
+    if (host && dt__host_copy("dt_print", (dt_tensor *)t, host, NULL) == DT_OK) {
+        if (t->shape.nd > 0) dt__print_end_row(&p, 0);
+        if (dt_count(t->shape) > 0)
+            dt__print_dim(&p, 0, 0);
+        else
+            dt__put(&p.row, "[]");
+        dt__print_end_row(&p, 0);
+    }
+    dt_free(t->ctx, DT_MEM_HOST, host, bytes ? bytes : 1);
+}
+
 DT__DEFINE_AT_SITE(dt_status, read, t ? t->ctx : NULL, (const dt_tensor *t, void *host), t, host)
 DT__DEFINE_AT_SITE(dt_status, write, t ? t->ctx : NULL, (dt_tensor * t, const void *host), t, host)
 DT__DEFINE_AT_SITE(void *, data, t ? t->ctx : NULL, (dt_tensor * t), t)
@@ -7225,11 +7402,26 @@ static dt_status dt__binary_back(dt_node *n) {
     return DT_OK;
 }
 
+/* Casts a scalar of another type than the other operand: to the type of a tensor with dimensions,
+   or to the wider type of two scalars. */
+static void dt__cast_scalar(dt_tensor **a, dt_tensor **b) {
+    size_t size_a = dt_dtype_size((*a)->dtype), size_b = dt_dtype_size((*b)->dtype);
+    int scalar_a = (*a)->shape.nd == 0, scalar_b = (*b)->shape.nd == 0;
+    if ((*a)->dtype == (*b)->dtype) return;
+    if (scalar_a && (!scalar_b || size_a < size_b))
+        *a = dt_cast(*a, (*b)->dtype);
+    else if (scalar_b && (!scalar_a || size_b < size_a))
+        *b = dt_cast(*b, (*a)->dtype);
+}
+
 static dt_tensor *dt__binary(const char *name, int op, dt_tensor *a, dt_tensor *b) {
     dt_ctx *ctx = dt__float_op_context(name, 2, a, b, NULL);
     if (!ctx) return NULL;
+    dt__cast_scalar(&a, &b);
+    if (!a || !b) return NULL;
     dt_binary_args args = { .dtype = a->dtype, .op = op };
-    if (a->dtype != b->dtype) return dt__mismatch(name, a, b, "types must be equal");
+    if (a->dtype != b->dtype)
+        return dt__mismatch(name, a, b, "types must be equal, except of scalars");
     if (!dt__broadcast(a->shape, b->shape, &args.shape, args.stride_a, args.stride_b))
         return dt__mismatch(name, a, b, "dimensions, counted from the last, must be equal or 1");
     const dt_tensor *rows = a->max_rows && a->shape.nd == args.shape.nd ? a : b;

@@ -56,7 +56,8 @@
 
    CONTENTS
      1. Learning rate (warmup, cosine, linear, WSD schedules)
-     2. Training state (ZeRO-1, ZeRO-2, ZeRO-3, FSDP, HSDP, optimizers, AdamW, gradient clipping)
+     2. Training state (ZeRO-1, ZeRO-2, ZeRO-3, FSDP, HSDP, optimizers, AdamW, parameter groups,
+        gradient clipping, freezing, EMA of weights, outlier steps by z-score)
      3. Checkpoints (save, load, resharding, export of weights)
      4. Memory account (formulas of ZeRO for memory and traffic)
      5. Implementation: learning rate
@@ -84,12 +85,13 @@
                 and optimizer state; the first backward allocates gradients. Every bucket is padded
                 to a multiple of n * 1,024 elements, where n is the number of ranks in a shard
                 group. Bytes per element of parameters + gradients + Adam state: 4 + 4 + 8 for f32,
-                2 + 4 + 12 for bf16 and f16. Section 4 shows which of these each ZeRO stage divides
-                by n. DT_MEM_COMM counts gathered parameters and gradients that are being reduced:
-                at stage 2 the gradients of three buckets, at stage 3 also the parameters of the
-                current block and of the next block. 1-bit Adam on N ranks adds error arrays:
-                4 + 4/N bytes per element. At stage 3 a parameter's `data` is NULL outside of the
-                block that uses the parameter: read the values with dt_read or dt_data.
+                2 + 4 + 12 for bf16 and f16; an EMA of the weights adds 4. Section 4 shows which of
+                these each ZeRO stage divides by n. DT_MEM_COMM counts gathered parameters and
+                gradients that are being reduced: at stage 2 the gradients of three buckets, at
+                stage 3 also the parameters of the current block and of the next block. 1-bit Adam
+                on N ranks adds error arrays: 4 + 4/N bytes per element. At stage 3 a parameter's
+                `data` is NULL outside of the block that uses the parameter: read the values with
+                dt_read or dt_data.
      Types      f32, f64, bf16 and f16. Mixed precision: bf16 and f16 parameters have f32 gradients,
                 and an f32 master weight in the optimizer state. The update changes the master
                 weight and rounds it to the parameter. The first step copies the master weight from
@@ -203,6 +205,39 @@ typedef struct dt_scale_desc {
 enum { DT_MAX_SKIPS = 20 }; /* skipped steps in a row after which dt_zero_step fails */
 
 enum { DT_ADAMW = 0, DT_ADAM, DT_SGD, DT_ONEBIT_ADAM, DT_OPTIMIZER_CUSTOM };
+
+/* Parameter group (param_groups of PyTorch): an optimizer for some of the parameters, with its own
+   settings and step count. A parameter belongs to the first group that has a pattern for its name;
+   all others belong to group 0, whose settings are those of dt_zero_desc. */
+enum { DT_MAX_GROUPS = 16 }; /* parameter groups besides group 0 */
+typedef struct dt_param_group {
+    /* Patterns of names, separated by commas, for example "disc.*,*.bias"; '*' matches any text.
+       dt_zero_make copies them, and fails if no parameter on any rank belongs to the group by one
+       of them */
+    const char *params;
+    /* as in dt_zero_desc, with the same defaults; not DT_ONEBIT_ADAM */
+    int optimizer;
+    double beta1, beta2, eps, momentum, weight_decay;
+    double lr_scale; /* multiplies the learning rate of the step; 0 means 1 */
+    /* DT_OPTIMIZER_CUSTOM, as in dt_zero_desc */
+    dt_update_fn update;
+    void *user;
+    int states;
+} dt_param_group;
+
+/* Outliers: the last values of a loss or a gradient norm. */
+enum { DT_OUTLIER_WINDOW = 128 };
+typedef struct dt_outlier {
+    double values[DT_OUTLIER_WINDOW]; /* value number n, from 0, at n % DT_OUTLIER_WINDOW */
+    int64_t count;                    /* values so far; zero-initialized */
+} dt_outlier;
+
+/* [local] Adds a finite value to the window and returns its z-score, the distance from the window's
+   mean in standard deviations, as llm.c computes it: over the window with the value in it. Returns
+   NaN until the window was full before the value, or if the value is not finite; 0 if all values
+   are equal. */
+DT_API double dt_outlier_z(dt_outlier *window, double value);
+
 typedef struct dt_zero_desc {
     /* ZeRO stage. Stage 0 shards nothing, stage 1 the optimizer state, stage 2 also the gradients,
        stage 3 also the parameters (FSDP) */
@@ -265,10 +300,24 @@ typedef struct dt_zero_desc {
     dt_update_fn update; /* DT_OPTIMIZER_CUSTOM: the update */
     void *user;          /* passed to `update` */
     int states;          /* DT_OPTIMIZER_CUSTOM: number of state arrays, 0 to 2 */
+    /* (group_count) parameter groups 1, 2, ..., at most DT_MAX_GROUPS. A bucket holds consecutive
+       parameters of one group, so each change of group in the order of registration costs a bucket
+       and its padding: for other learning rates and no decay of single parameters use dt_param_desc
+     */
+    const dt_param_group *groups;
+    int group_count;
+    /* EMA of the weights: ema = ema_decay * ema + (1 - ema_decay) * weight after each step of a
+       parameter; 0: none. The first step starts it from the weight. One more state array, of the
+       gradient's type and sharded as the others; dt_zero_swap_ema exchanges it with the weights */
+    double ema_decay;
+    /* Outlier steps: skips the update if the z-score of the gradient norm, or of the loss that
+       dt_zero_loss told, exceeds this threshold; 0: never */
+    double skip_norm_z, skip_loss_z;
 } dt_zero_desc;
 
 typedef struct dt_zero dt_zero;
 
+enum { DT_OUTLIER_NONE = 0, DT_OUTLIER_NORM, DT_OUTLIER_LOSS };
 typedef struct dt_step_info {
     /* the last completed step, counted from 1. A step is complete when the comparison of replicas
        (dt_zero_desc.compare_every) fails after it */
@@ -283,6 +332,10 @@ typedef struct dt_step_info {
        no state and no step count on any rank. Repeat the same micro-batches, or continue with new
        micro-batches */
     int skipped;
+    /* Outliers: the z-scores, NaN if unknown. DT_OUTLIER_*: the step has changed no parameter, no
+       state and no step count of a parameter group, but counts as completed: go on with the next */
+    double norm_z, loss_z;
+    int outlier;
     double loss_scale; /* loss scale of the gradients in this step; 1 without loss scaling */
     /* after a skipped or failed step: the world rank whose own gradient, before any sum over ranks,
        has an element that is not finite. If no rank knows of one (GPUs test their own gradients
@@ -305,11 +358,36 @@ DT_API dt_zero *dt_zero_make(dt_ctx *ctx, dt_zero_desc desc);
    updates the parameters, and makes the new parameters available on every rank. The next backward
    starts new gradient sums. */
 DT_API dt_step_info dt_zero_step(dt_zero *zero, double lr);
-enum { DT_STATE_MASTER = 2 };
+/* [collective: world] Takes one optimizer step of some parameter groups, as a GAN or actor-critic
+   needs. `lr` has a learning rate for each group, group_count + 1 of them. A group whose learning
+   rate is negative does not step: its parameters, state and step count stay, and its gradients are
+   discarded, as PyTorch's zero_grad does. The gradient norm, clipping and the test for NaN are over
+   the groups that step; at least one must. dt_zero_step(zero, lr) steps all groups. */
+DT_API dt_step_info dt_zero_step_groups(dt_zero *zero, const double *lr);
+/* [local] Tells the next dt_zero_step the step's loss, for skip_loss_z. Pass the same loss, summed
+   over the ranks, on every rank: dt_zero_step compares it. */
+DT_API void dt_zero_loss(dt_zero *zero, double loss);
+/* [collective: world] Freezes (on = 1) or unfreezes (0) the parameters whose names match one of the
+   patterns, as in dt_param_group.params, between two steps. A frozen parameter gets no gradient,
+   does not count in the gradient norm, and keeps its values, its state and its EMA; checkpoints
+   hold them, but not which parameters are frozen. A bucket of frozen parameters needs no memory for
+   gradients and no traffic for them. A group whose parameters are all frozen does not step. Adam's
+   bias correction uses the steps of the group: a parameter that is frozen alone does not pause
+   them. Parameters that were frozen at registration (dt_param_desc.frozen) have no gradients and no
+   state, and stay frozen; a pattern that matches only such parameters or none is an error
+   (DT_ERR_ARG). DT_ERR_COMM: the ranks pass different arguments. */
+DT_API dt_status dt_zero_freeze(dt_zero *zero, const char *params, int on);
+/* [collective: world] Exchanges the weights with their EMA (dt_zero_desc.ema_decay), between two
+   steps, to evaluate or export with it; a second call exchanges them back, exactly. In between a
+   step and a checkpoint fail with DT_ERR_ARG. Weights of groups that have not stepped stay. The
+   data pass through host memory. */
+DT_API dt_status dt_zero_swap_ema(dt_zero *zero);
+enum { DT_STATE_MASTER = 2, DT_STATE_EMA };
 /* [collective: the parameter's data group] Copies a state array of a parameter's full local slice
    to host memory, as elements of type dt_grad_dtype(param). `which` is the array's index, 0 or 1.
-   After the first step it may also be DT_STATE_MASTER: the f32 master weights of a 16-bit
-   parameter. Returns DT_ERR_ARG if the parameter is frozen or has no such array. */
+   After the first step it may also be DT_STATE_MASTER, the f32 master weights of a 16-bit
+   parameter, or DT_STATE_EMA. Returns DT_ERR_ARG if the parameter was frozen at registration or has
+   no such array. */
 DT_API dt_status dt_zero_state(dt_zero *zero, int which, const dt_tensor *param, void *host);
 /* [collective: the parameter's data group; in the first call of a step also the groups of tied
    parameters over pipeline stages] Copies the step's gradient of a parameter's full local slice to
@@ -318,9 +396,16 @@ DT_API dt_status dt_zero_state(dt_zero *zero, int which, const dt_tensor *param,
    dt_zero_step. Returns DT_ERR_UNSUPPORTED after 1-bit Adam has frozen its second moment, because
    gradients are then not summed. */
 DT_API dt_status dt_zero_grad(dt_zero *zero, const dt_tensor *param, void *host);
+/* [collective: as dt_zero_grad, and the groups that shard the parameter] dt_zero_grad of the full
+   logical tensor: gathers the slices of all ranks. `host` has dt_count(param->param->full)
+   elements. */
+DT_API dt_status dt_zero_grad_full(dt_zero *zero, const dt_tensor *param, void *host);
 /* [local] Returns the number of completed steps, including the steps before the loaded
    checkpoint. */
 DT_API int64_t dt_zero_steps(const dt_zero *zero);
+/* [local] Returns the number of steps that a parameter group has taken, which its bias correction
+   (Adam) uses; -1 if there is no such group. */
+DT_API int64_t dt_zero_group_steps(const dt_zero *zero, int group);
 /* [local] Returns the bytes of optimizer state on this rank, computed from the sizes of the shards.
    The allocator's count for DT_MEM_OPTIM must be the same. Returns 0 if the optimizer state is
    offloaded: host memory counts as DT_MEM_HOST, and a file does not count. */
@@ -340,7 +425,8 @@ DT_API void dt_zero_free(dt_zero *zero);
        DIR/step-200/               a checkpoint, which is complete or absent
            model.safetensors       each parameter, under its name or where
                                    dt_checkpoint_desc.map_weight puts it
-           optim.safetensors       m.NAME, v.NAME, master.NAME: state of each trained parameter
+           optim.safetensors       m.NAME, v.NAME, master.NAME, ema.NAME: state of each trained
+                                   parameter
            config.json             the program's own text (dt_checkpoint_desc.config_json)
            manifest.json           format number, step, loss scale, the program's numbers; the size
                                    of each file, a digest of each file's header and of each tensor;
@@ -500,8 +586,9 @@ typedef struct dt_zero_formula_desc {
     int micros;        /* `a`; 0 means 1 */
     int keep_gathered; /* 1: stage 3 gathers parameters once a step */
     /* P, G and O. With Adam they are 4, 4, 8 for f32, 8, 8, 16 for f64, and 2, 4, 12 for bf16 and
-       f16 with f32 master weights (2, 2, 12 in the paper, which has 16-bit gradients). If all three
-       are 0, they mean 4, 4, 8 */
+       f16 with f32 master weights (2, 2, 12 in the paper, which has 16-bit gradients). O is 4 less
+       for SGD with momentum, 8 less without; an EMA adds 4 (f64: twice as much). If all three are
+       0, they mean 4, 4, 8 */
     double values, grads, state;
 } dt_zero_formula_desc;
 /* Bytes in the memory of one rank; `sent` is the bytes that the rank sends in one step. */
@@ -518,8 +605,12 @@ DT_API dt_zero *dt_zero_here(dt_zero *zero, const char *file, int line);
 DT_API dt_checkpoint *dt_checkpoint_here(dt_checkpoint *checkpoint, const char *file, int line);
 #define dt_zero_make(ctx, ...) dt_zero_make(dt_ctx_here(ctx, DT_SITE), __VA_ARGS__)
 #define dt_zero_step(zero, ...) dt_zero_step(dt_zero_here(zero, DT_SITE), __VA_ARGS__)
+#define dt_zero_step_groups(zero, ...) dt_zero_step_groups(dt_zero_here(zero, DT_SITE), __VA_ARGS__)
 #define dt_zero_state(zero, ...) dt_zero_state(dt_zero_here(zero, DT_SITE), __VA_ARGS__)
 #define dt_zero_grad(zero, ...) dt_zero_grad(dt_zero_here(zero, DT_SITE), __VA_ARGS__)
+#define dt_zero_grad_full(zero, ...) dt_zero_grad_full(dt_zero_here(zero, DT_SITE), __VA_ARGS__)
+#define dt_zero_freeze(zero, ...) dt_zero_freeze(dt_zero_here(zero, DT_SITE), __VA_ARGS__)
+#define dt_zero_swap_ema(zero) dt_zero_swap_ema(dt_zero_here(zero, DT_SITE))
 #define dt_zero_export(zero, ...) dt_zero_export(dt_zero_here(zero, DT_SITE), __VA_ARGS__)
 #define dt_checkpoint_open(zero, ...) dt_checkpoint_open(dt_zero_here(zero, DT_SITE), __VA_ARGS__)
 #define dt_checkpoint_poll(c) dt_checkpoint_poll(dt_checkpoint_here(c, DT_SITE))
@@ -601,6 +692,7 @@ enum {
     DT__STATE_0 = 0,
     DT__STATE_1,
     DT__MASTER,
+    DT__EMA,
     DT__PARAMS,
     DT__GRAD,
     DT__ARRAYS,
@@ -642,16 +734,29 @@ enum {
     DT__COMPARE_TIED
 }; /* for section 7 */
 
+/* A parameter group. */
+typedef struct dt__param_group {
+    dt_param_group desc; /* with defaults filled in; desc.params is a copy, or NULL of group 0 */
+    int states;          /* number of state arrays */
+    int64_t step;        /* steps that the group has taken */
+    int trained;         /* parameters of all ranks that are not frozen (dt_zero_freeze) */
+    double lr;           /* of the current step, with desc.lr_scale */
+    int steps_now;       /* 1 if the group takes part in the current step */
+} dt__param_group;
+
 /* A bucket with its training state. */
 typedef struct dt__zero_bucket {
     dt_bucket bucket; /* the first member, so a listener may cast a dt_bucket to this struct */
     dt_comm *data_group, *shard_group, *replica_group;
     /* tied embeddings: pipeline stages that share the parameters, or NULL */
     dt_comm *tied_group;
-    size_t offset, count; /* the shard that this rank reduces and updates */
-    void *state[2];       /* optimizer state: (count) each, of the gradient's type */
+    dt__param_group *group; /* the parameter group of all its parameters */
+    int disk_slot;          /* NVMe offload: the slot of the file that holds its arrays */
+    size_t offset, count;   /* the shard that this rank reduces and updates */
+    void *state[2];         /* optimizer state: (count) each, of the gradient's type */
     /* Master weights: (count) f32 copy of bf16 or f16 parameters; NULL for other types */
     void *master;
+    void *ema;     /* EMA of the weights: (count), of the gradient's type, or NULL */
     dt_work *work; /* pending collective: a reduction, or an all-gather after the update */
     /* stage 3: (padded) the gathered parameters; gather_work writes them */
     void *gathered;
@@ -722,7 +827,8 @@ struct dt_zero {
     dt__zero_bucket *buckets;    /* (n_buckets) the context's buckets */
     int n_buckets;
     int next_bucket; /* the bucket whose reduction starts next; -1 between two backwards */
-    int states;
+    dt__param_group param_groups[1 + DT_MAX_GROUPS];
+    int n_param_groups;
     const dt_kernels *update_kernels; /* kernels of the update */
     void *update_stream;
     dt__gather_plan *gather_plans;  /* (n_stages, DT__GATHER_PLANS) of each pipeline stage */
@@ -739,7 +845,10 @@ struct dt_zero {
     void *messages;
     size_t messages_bytes;
     int64_t step;
-    int is_freed; /* 1 after dt_zero_free: only this struct is left */
+    dt_outlier norms, losses; /* the last ones */
+    double loss;              /* of the next step, from dt_zero_loss; else NaN */
+    int ema_swapped;          /* 1: the weights are in the EMA's arrays, and the EMA in theirs */
+    int is_freed;             /* 1 after dt_zero_free: only this struct is left */
     /* the last step after which all replicas were equal, -1 before the first comparison; the next
        step after which they are compared */
     int64_t agreed_step, next_compare;
@@ -796,11 +905,18 @@ static int dt__zero_has_master(const dt_bucket *bucket) {
     return bucket->dtype != bucket->grad_dtype && !bucket->frozen;
 }
 
+/* Returns 1 if a bucket takes part in the current step. */
+static int dt__zero_steps_now(const dt__zero_bucket *z) {
+    return !z->bucket.frozen && !z->bucket.paused && z->group->steps_now;
+}
+
 /* Returns 1 if a bucket has an array (DT__STATE_0 to DT__PARAMS) with values. */
 static int dt__zero_has_array(const dt_zero *zero, const dt_bucket *bucket, int array) {
+    const dt__param_group *group = ((const dt__zero_bucket *)bucket)->group;
     if (array == DT__PARAMS || bucket->frozen) return array == DT__PARAMS;
-    return array == DT__MASTER ? zero->step > 0 && dt__zero_has_master(bucket)
-                               : array < zero->states;
+    if (array == DT__EMA) return group->step > 0 && zero->desc.ema_decay > 0;
+    return array == DT__MASTER ? group->step > 0 && dt__zero_has_master(bucket)
+                               : array < group->states;
 }
 
 /* Returns the coordinate of a world rank along pp. */
@@ -921,6 +1037,7 @@ static void dt__zero_on_shard(dt_bucket *bucket, void *user) {
     z->data_group = groups->data;
     z->shard_group = groups->shard;
     z->replica_group = groups->replicas;
+    z->group = &zero->param_groups[dt_param_get(zero->ctx, bucket->first_param)->param->group];
     z->tied_group = bucket->frozen ? NULL : dt__tied_group(zero, bucket);
     if (z->tied_group) ((dt_group *)z->tied_group)->pipeline = 1; /* no axis of placements */
     size_t pad =
@@ -942,7 +1059,7 @@ static dt_status dt__zero_bucket_make(dt_zero *zero, dt__zero_bucket *z) {
     dt_ctx *ctx = zero->ctx;
     dt_mem mem = dt__in_host(zero->desc.offload_optim) ? DT_MEM_HOST : DT_MEM_OPTIM;
     size_t bytes = dt__on_disk(zero->desc.offload_optim) ? 0 : z->count * dt__zero_element_size(z);
-    for (int s = 0; s < zero->states && !z->bucket.frozen && bytes; s++) {
+    for (int s = 0; s < z->group->states && !z->bucket.frozen && bytes; s++) {
         z->state[s] = dt_alloc(ctx, mem, bytes, "optimizer state");
         if (!z->state[s]) return dt_error(ctx);
         if (mem == DT_MEM_HOST)
@@ -952,6 +1069,8 @@ static dt_status dt__zero_bucket_make(dt_zero *zero, dt__zero_bucket *z) {
     }
     if (dt__zero_has_master(&z->bucket) && bytes)
         z->master = dt_alloc(ctx, mem, bytes, "master parameters");
+    if (zero->desc.ema_decay > 0 && !z->bucket.frozen && bytes)
+        z->ema = dt_alloc(ctx, mem, bytes, "EMA of the weights");
     return dt_error(ctx);
 }
 
@@ -1066,26 +1185,40 @@ static dt_status dt__zero_check_params(dt_zero *zero) {
    this breaks, the ranks go on to train different models, and checkpoints hold the copy of one
    rank. dt__drift_causes lists the causes. */
 
-/* Describes an item, that is, something that ranks must have in common: item 0 is the optimizer,
-   item i is parameter i - 1. If with_rank is set, the text also says which shard this rank
-   holds. */
-static dt__text dt__item_describe(const dt_zero *zero, int item, int with_rank) {
-    static const char *const inits[] = { "zeros", "ones", "normal", "uniform" };
+static dt__text dt__optimizer_describe(const dt_zero *zero) {
     const dt_zero_desc *z = &zero->desc;
-    const dt_tensor *t = dt_param_get(zero->ctx, item - 1);
     const dt_scale_desc *c = &z->scale;
     double more[] = { c->init, c->growth, c->backoff, (double)c->interval, (double)c->hysteresis,
         c->min_scale, (double)z->keep_gathered, (double)z->no_overlap, (double)z->states,
         (double)z->compare_every, (double)dt__zero_offloads(zero),
-        (double)(dt__on_disk(z->offload_params) || dt__in_host(z->offload_params)) };
+        (double)(dt__on_disk(z->offload_params) || dt__in_host(z->offload_params)), z->ema_decay,
+        z->skip_norm_z, z->skip_loss_z };
     uint64_t others = dt__digest(1, more, sizeof more) & 0xffffff; /* digest of `more` */
-    if (item == 0)
-        return dt__format(
-            "optimizer %d of stage %d/%d%s, scale %g, betas %g %g, eps %g, momentum %g, "
-            "decay %g, clip %g, freeze %d, others #%06x",
-            z->optimizer, z->stage, z->shard_group, z->tree ? ", tree" : "", z->loss_scale,
-            z->beta1, z->beta2, z->eps, z->momentum, z->weight_decay, z->clip, z->freeze_steps,
-            (unsigned)others);
+    dt__text text = dt__format(
+        "optimizer %d of stage %d/%d%s, scale %g, betas %g %g, eps %g, momentum %g, "
+        "decay %g, clip %g, freeze %d, others #%06x",
+        z->optimizer, z->stage, z->shard_group, z->tree ? ", tree" : "", z->loss_scale, z->beta1,
+        z->beta2, z->eps, z->momentum, z->weight_decay, z->clip, z->freeze_steps, (unsigned)others);
+    if (z->group_count > 0) dt__put(&text, ", %d parameter groups", z->group_count);
+    return text;
+}
+
+static dt__text dt__group_describe(const dt__param_group *group) {
+    const dt_param_group *g = &group->desc;
+    return dt__format("the parameter group '%.200s': optimizer %d, betas %g %g, eps %g, momentum "
+                      "%g, decay %g, lr_scale %g, %d states",
+        g->params, g->optimizer, g->beta1, g->beta2, g->eps, g->momentum, g->weight_decay,
+        g->lr_scale, group->states);
+}
+
+/* Describes an item, that is, something that ranks must have in common: item 0 is the optimizer,
+   the next items are the parameter groups 1, 2, .., then come the parameters. If with_rank is set,
+   the text also says which shard this rank holds. */
+static dt__text dt__item_describe(const dt_zero *zero, int item, int with_rank) {
+    static const char *const inits[] = { "zeros", "ones", "normal", "uniform" };
+    const dt_tensor *t = dt_param_get(zero->ctx, item - zero->n_param_groups);
+    if (item == 0) return dt__optimizer_describe(zero);
+    if (item < zero->n_param_groups) return dt__group_describe(&zero->param_groups[item]);
     if (!t) return dt__format("nothing");
     const dt_param_info *p = t->param;
     const dt_param_desc *d = &p->desc;
@@ -1109,14 +1242,14 @@ static dt__text dt__item_describe(const dt_zero *zero, int item, int with_rank) 
    the item in common. `kind` says over which group the ranks are compared, and which items:
 
        DT__DENSE, DT__EXPERTS   over the data group of this kind: the parameters of this kind
-                                (DT__DENSE: also the optimizer)
+                                (DT__DENSE: also the optimizer and the parameter groups)
        DT__COMPARE_TP           over tp: all items
-       DT__COMPARE_PP           over pp: only the optimizer */
+       DT__COMPARE_PP           over pp: only the optimizer and the parameter groups */
 static uint64_t dt__item_digest(const dt_zero *zero, int item, int kind) {
-    const dt_tensor *t = dt_param_get(zero->ctx, item - 1);
+    const dt_tensor *t = dt_param_get(zero->ctx, item - zero->n_param_groups);
     if (kind < DT__KINDS && (t ? dt__is_expert(zero, &t->param->desc) : DT__DENSE) != kind)
         return 1;
-    if (kind == DT__COMPARE_PP && item > 0) return 1;
+    if (kind == DT__COMPARE_PP && item >= zero->n_param_groups) return 1;
     dt__text text = dt__item_describe(zero, item, kind < DT__KINDS);
     uint64_t h = dt__digest(1, text.s, strlen(text.s));
     return t ? dt__digest(h, t->name, strlen(t->name)) : h;
@@ -1206,7 +1339,8 @@ static dt_status dt__compare_items(dt_zero *zero, dt_comm *comm, int kind) {
     dt_ctx *ctx = zero->ctx;
     dt__difference found;
     if (dt_comm_size(comm) == 1) return DT_OK;
-    size_t n = dt__max_over_ranks(zero, comm, (size_t)dt_param_count(ctx) + 1);
+    size_t items = (size_t)(zero->n_param_groups + dt_param_count(ctx)),
+           n = dt__max_over_ranks(zero, comm, items);
     uint64_t *digests =
         n ? (uint64_t *)dt_alloc(ctx, DT_MEM_HOST, n * sizeof *digests, "comparing ranks") : NULL;
     for (size_t i = 0; i < n && digests; i++) digests[i] = dt__item_digest(zero, (int)i, kind);
@@ -1249,11 +1383,13 @@ enum { DT__COPIED = DT__PARAMS + 1 }; /* arrays of a parameter that can have rep
 
 static int dt__copied_array(size_t index) { return DT__PARAMS - (int)(index % DT__COPIED); }
 
-static const char *dt__copied_name(const dt_zero *zero, int array) {
-    int adam = zero->desc.optimizer != DT_SGD && zero->desc.optimizer != DT_OPTIMIZER_CUSTOM;
+static const char *dt__copied_name(const dt__param_group *group, int array) {
+    int optimizer = group->desc.optimizer,
+        adam = optimizer != DT_SGD && optimizer != DT_OPTIMIZER_CUSTOM;
     if (array == DT__PARAMS) return "values";
     if (array == DT__MASTER) return "master weights";
-    if (zero->desc.optimizer == DT_SGD) return "momentum";
+    if (array == DT__EMA) return "EMA";
+    if (optimizer == DT_SGD) return "momentum";
     if (array == DT__STATE_0) return adam ? "first moments" : "state 0";
     return adam ? "second moments" : "state 1";
 }
@@ -1326,8 +1462,9 @@ static dt_comm *dt__shard_copies(const dt_zero *zero, const dt_param_desc *d) {
 static dt_status dt__replicas_fail(dt__replica_check *c, size_t index, const dt_comm *comm,
     int first, int other, int n_ranks, const char *cause) {
     const dt_zero *zero = c->zero;
-    const char *name = dt_param_get(zero->ctx, (int)(index / DT__COPIED))->name,
-               *copied = dt__copied_name(zero, dt__copied_array(index));
+    const dt_tensor *t = dt_param_get(zero->ctx, (int)(index / DT__COPIED));
+    const dt__param_group *group = &zero->param_groups[t->param->group];
+    const char *name = t->name, *copied = dt__copied_name(group, dt__copied_array(index));
     if (zero->agreed_step < 0)
         return dt_fail(zero->ctx, DT_ERR_COMM,
             "%s: rank %d starts from %s of %s that differ from rank %d's: pass the same values to "
@@ -1594,26 +1731,39 @@ static dt_status dt__compare_before_save(dt_zero *zero, const char *what) {
 
 /* Values that must be equal on all ranks in a step. */
 typedef struct dt__step_common {
-    double lr, step, loss_scale;
+    double lr[1 + DT_MAX_GROUPS], group_step[1 + DT_MAX_GROUPS]; /* of each parameter group */
+    double step, loss_scale, loss;                               /* loss: from dt_zero_loss */
 } dt__step_common;
 
 /* Returns the fields in which rank r differs from rank 0. */
 static dt__text dt__step_common_text(
     const dt__step_common *its, const dt__step_common *first, int r) {
     int is_same_step = memcmp(&its->step, &first->step, sizeof its->step) == 0,
-        is_same_lr = memcmp(&its->lr, &first->lr, sizeof its->lr) == 0;
+        is_same_lr = memcmp(its->lr, first->lr, sizeof its->lr) == 0, g = 0;
     dt__text text = is_same_step ? dt__format("step %.0f", its->step)
                                  : dt__format("rank %d takes step %.0f, rank 0 takes step %.0f", r,
                                        its->step, first->step);
     const char *separator = is_same_step ? ": " : "; ";
     if (!is_same_lr) {
+        while (memcmp(&its->lr[g], &first->lr[g], sizeof *its->lr) == 0) g++;
         dt__put(&text, "%srank %d passes learning rate %.9g, rank 0 passes %.9g", separator, r,
-            its->lr, first->lr);
+            its->lr[g], first->lr[g]);
+        if (g > 0) dt__put(&text, " for parameter group %d", g);
+        separator = "; ";
+    }
+    for (g = 0; g <= DT_MAX_GROUPS && is_same_step; g++) {
+        if (memcmp(&its->group_step[g], &first->group_step[g], sizeof *its->group_step) == 0)
+            continue;
+        dt__put(&text, "%sparameter group %d has taken %.0f steps on rank %d and %.0f on rank 0",
+            separator, g, its->group_step[g], r, first->group_step[g]);
         separator = "; ";
     }
     if (memcmp(&its->loss_scale, &first->loss_scale, sizeof its->loss_scale) != 0)
         dt__put(&text, "%srank %d has loss scale %g, rank 0 has %g", separator, r, its->loss_scale,
             first->loss_scale);
+    if (memcmp(&its->loss, &first->loss, sizeof its->loss) != 0)
+        dt__put(&text, "%srank %d passes loss %.17g to dt_zero_loss, rank 0 passes %.17g",
+            separator, r, its->loss, first->loss);
     dt__put(&text, is_same_lr ? "; check that all ranks run the same steps"
                               : "; pass the same learning rate on every rank");
     return text;
@@ -1640,14 +1790,18 @@ static dt_status dt__step_common_fail(dt_zero *zero, const dt__step_common *mine
 }
 
 /* Adds up *bad over all ranks, sets zero->written on all ranks if it is set on one, and fails
-   unless all ranks take the same step with the same learning rate. All need one sum of a few
+   unless all ranks take the same step with the same learning rates. All need one sum of a few
    doubles. Let h be a digest of `bits` bits on this rank. All digests are equal to h if and only if
    the sum of (h_r - h)^2 over the ranks r is 0, which is sum h_r^2 - 2 h sum h_r + ranks * h^2. All
    terms are integers that doubles hold exactly. */
-static dt_status dt__step_agree(dt_zero *zero, double lr, double *bad) {
+static dt_status dt__step_agree(dt_zero *zero, double *bad) {
     enum { DIGESTS = 2, WRITTEN = 1 + 2 * DIGESTS };
     dt_comm *world = zero->mesh.world;
-    dt__step_common mine = { lr + 0.0, (double)(zero->step + 1), zero->loss_scale };
+    dt__step_common mine = { { 0 }, { 0 }, (double)(zero->step + 1), zero->loss_scale, zero->loss };
+    for (int g = 0; g < zero->n_param_groups; g++) {
+        mine.lr[g] = zero->param_groups[g].lr + 0.0;
+        mine.group_step[g] = (double)zero->param_groups[g].step;
+    }
     uint64_t digest = dt__digest(1, &mine, sizeof mine);
     int64_t ranks = dt_comm_size(world), h[DIGESTS];
     int bits = 20, equal = 1;
@@ -1862,7 +2016,9 @@ static dt_status dt__grad_reduce_drain(dt_zero *zero, int limit) {
    there is none. */
 static int dt__bucket_before(const dt_zero *zero, int u, int stage) {
     while (--u >= 0)
-        if (zero->buckets[u].bucket.stage == stage && !zero->buckets[u].bucket.frozen) break;
+        if (zero->buckets[u].bucket.stage == stage && !zero->buckets[u].bucket.frozen &&
+            !zero->buckets[u].bucket.paused)
+            break;
     return u;
 }
 
@@ -2196,14 +2352,18 @@ static void dt__zero_on_reset(dt_ctx *ctx, void *user) {
 // ==== 10. Gradient norm =========================================================================
 
 /* Returns 1 if a call of dt__norm_local_sums with this value of on_disk includes the bucket: calls
-   with 0 sum the squares of gradients in memory, calls with 1 those of gradients on disk. */
+   with 0 sum the squares of gradients in memory, in the step; calls with 1 sum those of gradients
+   on disk, in the backward, which does not know yet which parameter groups will step. */
 static int dt__norm_includes(const dt__zero_bucket *z, int on_disk) {
-    return !z->bucket.frozen && z->bucket.grad_offloaded == on_disk;
+    return !z->bucket.frozen && z->bucket.grad_offloaded == on_disk &&
+           (on_disk || dt__zero_steps_now(z));
 }
 
 /* Sets zero->sums of the buckets [first, end): one sum of squares for each 1,024 elements of this
-   rank's shards, and 0 for elements outside of these shards. The kernels write the sums to device
-   memory. Sums whose places in zero->sums are adjacent are copied to the host together. */
+   rank's shards, and 0 for elements outside of these shards. In the step the sums of parameter
+   groups that do not step are 0, so that the norm and the test for NaN leave them out. The kernels
+   write the sums to device memory. Sums whose places in zero->sums are adjacent are copied to the
+   host together. */
 static dt_status dt__norm_local_sums(dt_zero *zero, int first, int end, int on_disk) {
     dt_ctx *ctx = zero->ctx;
     size_t runs = 0, n = 0;
@@ -2211,7 +2371,8 @@ static dt_status dt__norm_local_sums(dt_zero *zero, int first, int end, int on_d
         const dt__zero_bucket *z = &zero->buckets[u];
         size_t all = z->bucket.padded / DT_PIECE;
         if (dt__norm_includes(z, on_disk)) runs += z->count / DT_PIECE;
-        if (z->bucket.frozen || (dt__norm_includes(z, on_disk) && z->count < z->bucket.padded))
+        int left_out = z->bucket.frozen || (!on_disk && !dt__zero_steps_now(z));
+        if (left_out || (dt__norm_includes(z, on_disk) && z->count < z->bucket.padded))
             memset(zero->sums + z->sums_at, 0, all * sizeof *zero->sums);
     }
     double *from = (double *)dt_scratch(ctx, runs * sizeof *from), *at = from, *to = zero->sums;
@@ -2565,6 +2726,7 @@ typedef struct dt__update_span {
     size_t offset, count; /* range of elements of the bucket */
     void *grad, *state[2];
     void *master; /* NULL without master weights: the update then changes `values` directly */
+    void *ema;    /* or NULL */
     void *values;
 } dt__update_span;
 
@@ -2593,9 +2755,8 @@ static dt_status dt__update_batch_flush(dt_zero *zero, dt__update_batch *updates
 /* Updates one parameter. An update by AdamW or Adam is only added to the batch, which
    dt__update_batch_flush launches. `narrow` receives the result rounded to the parameter's type;
    NULL if f->param already has the parameter's type. */
-static dt_status dt__zero_update_param(
-    dt_zero *zero, dt__update_batch *batch, const dt_update_args *f, void *narrow) {
-    const dt_zero_desc *d = &zero->desc;
+static dt_status dt__zero_update_param(dt_zero *zero, dt__update_batch *batch,
+    const dt_param_group *d, const dt_update_args *f, void *narrow) {
     dt_dtype type = dt_grad_dtype(f->tensor);
     if (d->optimizer == DT_OPTIMIZER_CUSTOM) {
         dt_cast_args a = { .dtype = f->tensor->dtype,
@@ -2659,10 +2820,34 @@ static dt_status dt__zero_update_param(
     return batch->n == DT__UPDATE_BATCH ? dt__update_batch_flush(zero, batch) : dt_error(zero->ctx);
 }
 
+/* EMA of the weights: updates that of the span's parameters that are not frozen, after the weights.
+ */
+static dt_status dt__ema_update_span(
+    dt_zero *zero, const dt__zero_bucket *z, const dt__update_span *s) {
+    size_t size = dt__zero_element_size(z), end = s->offset + s->count;
+    const char *updated = (const char *)(s->master ? s->master : s->values);
+    for (int i = z->bucket.first_param; i < z->bucket.first_param + z->bucket.n_params; i++) {
+        const dt_tensor *t = dt_param_get(zero->ctx, i);
+        const dt_param_info *p = t->param;
+        size_t from = p->offset > s->offset ? p->offset : s->offset,
+               to = p->offset + p->count < end ? p->offset + p->count : end;
+        if (from >= to || !t->needs_grad) continue;
+        dt_momentum_args a = { .dtype = z->bucket.grad_dtype,
+            .m = (char *)s->ema + (from - s->offset) * size,
+            .grad = updated + (from - s->offset) * size,
+            .count = to - from,
+            .beta1 = zero->desc.ema_decay,
+            .grad_scale = 1 };
+        if (DT__UPDATE(zero, t->name, momentum, &a) != DT_OK) return dt_error(zero->ctx);
+    }
+    return DT_OK;
+}
+
 /* Updates the elements of the span, parameter by parameter. */
 static dt_status dt__zero_update_span(
-    dt_zero *zero, dt__zero_bucket *z, const dt__update_span *s, double lr, double grad_scale) {
+    dt_zero *zero, dt__zero_bucket *z, const dt__update_span *s, double grad_scale) {
     const dt_bucket *u = &z->bucket;
+    const dt__param_group *group = z->group;
     dt__update_batch batch;
     size_t size = dt__zero_element_size(z), narrow_size = dt_dtype_size(u->dtype),
            end = s->offset + s->count;
@@ -2672,7 +2857,7 @@ static dt_status dt__zero_update_span(
         const dt_param_info *p = t->param;
         size_t from = p->offset > s->offset ? p->offset : s->offset;
         size_t to = p->offset + p->count < end ? p->offset + p->count : end, at = from - s->offset;
-        if (from >= to) continue;
+        if (from >= to || !t->needs_grad) continue; /* elsewhere, or frozen by dt_zero_freeze */
         int decays = p->full.nd >= 2 && !p->desc.no_decay;
         /* NULL if only the master weights are updated */
         char *value = s->values ? (char *)s->values + at * narrow_size : NULL;
@@ -2684,34 +2869,68 @@ static dt_status dt__zero_update_span(
             .param = updated,
             .grad = (char *)s->grad + at * size,
             .state = { NULL, NULL },
-            .lr = lr * (p->desc.lr_scale != 0 ? p->desc.lr_scale : 1),
+            .lr = group->lr * (p->desc.lr_scale != 0 ? p->desc.lr_scale : 1),
             .grad_scale = grad_scale,
-            .weight_decay = decays ? zero->desc.weight_decay : 0,
-            .step = zero->step + 1 };
-        for (int k = 0; k < zero->states; k++) f.state[k] = (char *)s->state[k] + at * size;
-        if (dt__zero_update_param(zero, &batch, &f, s->master ? value : NULL) != DT_OK)
+            .weight_decay = decays ? group->desc.weight_decay : 0,
+            .step = group->step + 1 };
+        void *narrow = s->master ? value : NULL;
+        for (int k = 0; k < group->states; k++) f.state[k] = (char *)s->state[k] + at * size;
+        if (dt__zero_update_param(zero, &batch, &group->desc, &f, narrow) != DT_OK)
             return dt_error(zero->ctx);
     }
-    return dt__update_batch_flush(zero, &batch);
+    if (dt__update_batch_flush(zero, &batch) != DT_OK || !s->ema || dt__is_dry_run(zero))
+        return dt_error(zero->ctx);
+    return dt__ema_update_span(zero, z, s);
 }
 
-/* Copies the parameters to the master weights, in the first step, so that the program can load
-   parameters before that step. */
-static dt_status dt__masters_init(dt_zero *zero) {
-    for (int u = 0; u < zero->n_buckets; u++) {
-        dt__zero_bucket *z = &zero->buckets[u];
+/* Copies the weights at `values` to a span's master weights and EMA, in the first step of the
+   parameter group, so that the program can load parameters before that step. */
+static dt_status dt__masters_init(
+    dt_zero *zero, const dt__zero_bucket *z, const dt__update_span *s, const void *values) {
+    void *copies[2] = { s->master, s->ema };
+    for (int i = 0; i < 2 && z->group->step == 0; i++) {
         dt_cast_args widen = { .dtype = z->bucket.grad_dtype,
             .from = z->bucket.dtype,
-            .out = z->master,
-            .in = z->master ? dt__zero_param_shard(z) : NULL,
-            .count = z->count };
-        if (z->master && DT__KERNEL(zero->ctx, "master parameters", cast, &widen) != DT_OK)
-            return dt_error(zero->ctx);
+            .out = copies[i],
+            .in = values,
+            .count = s->count };
+        if (copies[i] && DT__UPDATE(zero, "master parameters", cast, &widen) != DT_OK) break;
     }
-    return DT_OK;
+    return dt_error(zero->ctx);
 }
 
-static dt_status dt__offload_update(dt_zero *zero, double lr, double grad_scale);
+enum { DT__STATE_COPY = 1 << 16 }; /* elements of a host buffer for copies of state */
+
+/* Does what dt__masters_init does, for a bucket that is frozen for now (dt_zero_freeze) in the
+   first step of its group, wherever the arrays are. */
+static dt_status dt__paused_masters_init(dt_zero *zero, dt__zero_bucket *z) {
+    dt_ctx *ctx = zero->ctx;
+    size_t size = dt__zero_element_size(z), narrow = dt_dtype_size(z->bucket.dtype),
+           shard = z->offset - z->bucket.shard_offset, elements = DT__STATE_COPY / 2,
+           bytes = DT__STATE_COPY * sizeof(double);
+    int has[] = { dt__zero_has_master(&z->bucket), zero->desc.ema_decay > 0 };
+    if (!has[0] && !has[1]) return dt_error(ctx);
+    double *host = (double *)dt_alloc(ctx, DT_MEM_HOST, bytes, "master parameters");
+    for (size_t at = 0, n; at < z->count && host; at += n) {
+        n = z->count - at < elements ? z->count - at : elements;
+        dt_cast_args widen = { .dtype = z->bucket.grad_dtype,
+            .from = z->bucket.dtype,
+            .out = host + elements,
+            .in = host,
+            .count = n };
+        if (dt__array_access(zero, z, DT__PARAMS, 0, (shard + at) * narrow, host, n * narrow) !=
+            DT_OK)
+            break;
+        dt_kernels_cpu()->cast(&widen, NULL);
+        for (int i = 0; i < 2; i++)
+            if (has[i])
+                dt__array_access(zero, z, DT__MASTER + i, 1, at * size, host + elements, n * size);
+    }
+    dt_free(ctx, DT_MEM_HOST, host, bytes);
+    return dt_error(ctx);
+}
+
+static dt_status dt__offload_update(dt_zero *zero, double grad_scale);
 
 /* Mixed precision with master weights (arXiv:1710.03740). The update changes the f32 master weight,
    and rounds the result to the 16-bit parameter. In 16 bits, updates much smaller than the weight
@@ -2719,17 +2938,21 @@ static dt_status dt__offload_update(dt_zero *zero, double lr, double grad_scale)
 
        grad f32 --> master f32, m, v --> round --> parameter bf16 or f16
 
-   Updates this rank's shard of all buckets. ZeRO-1 and ZeRO-2 all-gather each bucket's parameters
-   while the next bucket is updated. */
-static dt_status dt__zero_update_all(dt_zero *zero, double lr, double grad_scale) {
+   Updates this rank's shard of all buckets whose parameter group steps. ZeRO-1 and ZeRO-2
+   all-gather each bucket's parameters while the next bucket is updated. */
+static dt_status dt__zero_update_all(dt_zero *zero, double grad_scale) {
     int offloaded = dt__zero_offloads(zero),
         gathers = zero->stage->shard_optim && !zero->stage->shard_params;
-    if (offloaded && dt__offload_update(zero, lr, grad_scale) != DT_OK) return dt_error(zero->ctx);
-    if (!offloaded && zero->step == 0 && dt__masters_init(zero) != DT_OK)
-        return dt_error(zero->ctx);
+    for (int u = 0; u < zero->n_buckets; u++) {
+        dt__zero_bucket *z = &zero->buckets[u];
+        int first = z->bucket.paused && z->group->steps_now && z->group->step == 0;
+        if (first && !dt__is_dry_run(zero) && dt__paused_masters_init(zero, z) != DT_OK)
+            return dt_error(zero->ctx);
+    }
+    if (offloaded && dt__offload_update(zero, grad_scale) != DT_OK) return dt_error(zero->ctx);
     for (int u = 0; u <= zero->n_buckets; u++) {
         dt__zero_bucket *z = u < zero->n_buckets ? &zero->buckets[u] : NULL;
-        if (z && z->bucket.frozen) z = NULL;
+        if (z && !dt__zero_steps_now(z)) z = NULL;
         if (z && dt__onebit_frozen(zero) && dt__onebit_momentum(zero, z, grad_scale) != DT_OK)
             return dt_error(zero->ctx);
         if (z && !offloaded) {
@@ -2738,8 +2961,10 @@ static dt_status dt__zero_update_all(dt_zero *zero, double lr, double grad_scale
                 .grad = dt__zero_grad_shard(z),
                 .state = { z->state[0], z->state[1] },
                 .master = z->master,
+                .ema = z->ema,
                 .values = dt__zero_param_shard(z) };
-            if (dt__zero_update_span(zero, z, &shard, lr, grad_scale) != DT_OK)
+            if (dt__masters_init(zero, z, &shard, shard.values) != DT_OK ||
+                dt__zero_update_span(zero, z, &shard, grad_scale) != DT_OK)
                 return dt_error(zero->ctx);
         }
         if (u > 0 && dt__zero_work_wait(zero, &zero->buckets[u - 1]) != DT_OK)
@@ -3098,11 +3323,12 @@ static void dt__io_leave(dt_ctx *ctx, dt__io_thread **at) {
    The rank's I/O thread (section 13) reads and writes the file.
 
    The file has two slots, each for all arrays of this rank that are on disk, except gradients. A
-   step reads one slot and writes the other slot. The slots swap only after every rank has written
-   all of its chunks, so a step that fails on one rank changes no rank's data. For the same reason
-   parameters in memory change last: the updated parameters of a chunk overwrite the chunk's
-   gradient, and are copied to the parameters after every rank has succeeded. Optimizer state in
-   host memory is updated in place: a failed step loses it.
+   step reads a bucket's arrays from one slot and writes them to the other slot. The slots of the
+   updated buckets swap only after every rank has written all of its chunks, so a step that fails on
+   one rank changes no rank's data. For the same reason parameters in memory change last: the
+   updated parameters of a chunk overwrite the chunk's gradient, and are copied to the parameters
+   after every rank has succeeded. Optimizer state in host memory is updated in place: a failed step
+   loses it.
 
    If both the optimizer state and the parameters are in the file, the gradients are too, after the
    two slots. This rank's shard is written when the gradient of a micro-batch has been reduced, read
@@ -3114,11 +3340,10 @@ static void dt__io_leave(dt_ctx *ctx, dt__io_thread **at) {
 enum { DT__DISK_NAMES = 1000 };
 /* Names of the arrays of a bucket, for messages. */
 static const char *const dt__array_names[DT__ARRAYS] = { "optimizer state", "optimizer state",
-    "master parameters", "values", "gradients" };
+    "master parameters", "EMA of the weights", "values", "gradients" };
 
 struct dt__disk {
     dt__files files;
-    int slot;
     int64_t slot_bytes;
 };
 
@@ -3137,7 +3362,9 @@ static int dt__grads_on_disk(const dt_zero *zero) {
 /* Returns the bytes of an array (DT__STATE_0 to DT__GRAD) of a bucket in the file, 0 if none. */
 static size_t dt__disk_array_bytes(const dt_zero *zero, const dt_bucket *bucket, int array) {
     size_t count = ((const dt__zero_bucket *)bucket)->count;
-    int present = array == DT__MASTER ? dt__zero_has_master(bucket) : array < zero->states;
+    int states = ((const dt__zero_bucket *)bucket)->group->states,
+        present = array == DT__MASTER ? dt__zero_has_master(bucket) : array < states;
+    if (array == DT__EMA) present = zero->desc.ema_decay > 0;
     present &= dt__on_disk(zero->desc.offload_optim) && !bucket->frozen;
     if (array == DT__GRAD) present = bucket->grad_offloaded;
     if (array == DT__PARAMS) present = dt__on_disk(zero->desc.offload_params);
@@ -3145,13 +3372,12 @@ static size_t dt__disk_array_bytes(const dt_zero *zero, const dt_bucket *bucket,
     return count * dt_dtype_size(array == DT__PARAMS ? bucket->dtype : bucket->grad_dtype);
 }
 
-/* Returns the offset in the file of an array of bucket u, in the given slot. Frozen parameters are
-   always in slot 0; gradients are after both slots. With u = n_buckets, the result is the end of
+/* Returns the offset in the file of an array of bucket u, in the given slot. Gradients are after
+   both slots. With u = n_buckets, the result is the end of
    the slot's arrays or, if array is DT__GRAD, of the file. */
 static int64_t dt__disk_offset(const dt_zero *zero, int u, int array, int slot) {
-    const dt_bucket *bucket = dt_bucket_get(zero->ctx, u);
     int grad = array == DT__GRAD;
-    int64_t at = (grad ? 2 : bucket && bucket->frozen ? 0 : slot) * zero->disk->slot_bytes;
+    int64_t at = (grad ? 2 : slot) * zero->disk->slot_bytes;
     for (int i = 0; i <= u && i < dt_bucket_count(zero->ctx); i++)
         for (int a = 0; a < DT__ARRAYS; a++)
             if ((a == DT__GRAD) == grad && (i < u || a < array))
@@ -3185,7 +3411,7 @@ static dt_status dt__disk_begin(
         job->device = memory;
         memory = host;
     }
-    dt__disk_start(zero, job, write, u, array, zero->disk->slot, 0, memory, bytes);
+    dt__disk_start(zero, job, write, u, array, zero->buckets[u].disk_slot, 0, memory, bytes);
     return dt_error(ctx);
 }
 
@@ -3265,13 +3491,14 @@ static void dt__disk_close(dt_zero *zero) {
 /* Allocates the buffers of the offloaded update. */
 static dt_status dt__chunks_make(dt_zero *zero) {
     size_t element = 4, longest = 1;
-    int masters = 0, on_disk = dt__on_disk(zero->desc.offload_optim);
+    int masters = 0, states = 0, on_disk = dt__on_disk(zero->desc.offload_optim);
     if (!dt__zero_offloads(zero)) return DT_OK;
     for (int u = 0; u < zero->n_buckets; u++) {
         const dt__zero_bucket *z = &zero->buckets[u];
         if (dt__zero_element_size(z) > element) element = dt__zero_element_size(z);
         if (z->count > longest) longest = z->count;
         masters |= dt__zero_has_master(&z->bucket);
+        if (z->group->states > states) states = z->group->states;
     }
     zero->chunk_elements = zero->desc.offload_chunk ? zero->desc.offload_chunk : (size_t)1 << 17;
     if (zero->chunk_elements > longest) zero->chunk_elements = longest;
@@ -3283,7 +3510,8 @@ static dt_status dt__chunks_make(dt_zero *zero) {
     for (int i = 0; i < DT__OFFLOAD_CHUNKS * DT__ARRAYS; i++) {
         int a = i % DT__ARRAYS, on_device = zero->update_kernels != &zero->ctx->kernels;
         int needed = a == DT__PARAMS || (a == DT__GRAD && (on_device || dt__grads_on_disk(zero))) ||
-                     (a == DT__MASTER && on_disk && masters) || (a < zero->states && on_disk);
+                     (a == DT__MASTER && on_disk && masters) || (a < states && on_disk) ||
+                     (a == DT__EMA && on_disk && zero->desc.ema_decay > 0);
         void **buf = &zero->chunks[i / DT__ARRAYS].buf[i % DT__ARRAYS];
         if (needed) *buf = dt_pin(zero->ctx, zero->chunk_bytes, "chunks of offloaded state");
         if (needed && !*buf) return dt_error(zero->ctx);
@@ -3328,6 +3556,7 @@ static dt_status dt__params_read_start(dt_zero *zero, dt__zero_bucket *z) {
 static char *dt__array_memory(const dt__zero_bucket *z, int array) {
     return (char *)(array == DT__PARAMS        ? z->host_shard ? z->host_shard : z->bucket.shard
                     : array == DT__MASTER      ? z->master
+                    : array == DT__EMA         ? z->ema
                     : array < DT__MASTER       ? z->state[array]
                     : z->bucket.grad_offloaded ? NULL
                                                : dt__zero_grad_shard(z));
@@ -3342,7 +3571,7 @@ static dt_status dt__array_access(
         return dt__move_now(zero->ctx, write ? here + at : host, write ? host : here + at, bytes);
     dt__io_request *job = array == DT__GRAD ? &z->grad_job : &z->disk_job;
     if (dt__disk_wait(zero, job) != DT_OK) return dt_error(zero->ctx);
-    dt__disk_start(zero, job, write, z->bucket.index, array, zero->disk->slot, at, host, bytes);
+    dt__disk_start(zero, job, write, z->bucket.index, array, z->disk_slot, at, host, bytes);
     return dt__disk_wait(zero, job);
 }
 
@@ -3393,7 +3622,7 @@ static int dt__chunk_next(
     if (zero->n_buckets == 0) return 0; /* a pipeline stage without parameters */
     int u = before ? before->bucket : 0;
     size_t first = before ? before->offset + before->count : zero->buckets[0].offset;
-    while (zero->buckets[u].bucket.frozen ||
+    while (!dt__zero_steps_now(&zero->buckets[u]) ||
            first == zero->buckets[u].offset + zero->buckets[u].count) {
         if (++u == zero->n_buckets) return 0;
         first = zero->buckets[u].offset;
@@ -3412,59 +3641,50 @@ static dt_status dt__chunk_wait(dt_zero *zero, dt__offload_chunk *s) {
 }
 
 /* Starts to read or to write those arrays of a chunk that are on disk. Master weights are made from
-   the parameters in the first step; later steps do not read the parameters. */
+   the parameters in the group's first step; later steps do not read the parameters. */
 static void dt__chunk_transfer(dt_zero *zero, dt__offload_chunk *s, int write) {
     const dt__zero_bucket *z = &zero->buckets[s->bucket];
     int master = dt__zero_has_master(&z->bucket);
     for (int a = 0; a < DT__ARRAYS && zero->disk; a++) {
         size_t size = a == DT__PARAMS ? dt_dtype_size(z->bucket.dtype) : dt__zero_element_size(z);
-        int unread =
-            (a == DT__MASTER && zero->step == 0) || (a == DT__PARAMS && master && zero->step > 0);
+        int first = z->group->step == 0, unread = ((a == DT__MASTER || a == DT__EMA) && first) ||
+                                                  (a == DT__PARAMS && master && !first);
         if (dt__disk_array_bytes(zero, &z->bucket, a) == 0 || (write ? a == DT__GRAD : unread))
             continue;
-        dt__disk_start(zero, &s->job[a], write, s->bucket, a, zero->disk->slot ^ write,
+        dt__disk_start(zero, &s->job[a], write, s->bucket, a, z->disk_slot ^ write,
             (s->offset - z->offset) * size, s->buf[a], s->count * size);
     }
 }
 
 /* Updates one chunk on the CPU. */
-static dt_status dt__chunk_update(
-    dt_zero *zero, dt__offload_chunk *s, double lr, double grad_scale) {
+static dt_status dt__chunk_update(dt_zero *zero, dt__offload_chunk *s, double grad_scale) {
     dt_ctx *ctx = zero->ctx;
     dt__zero_bucket *z = &zero->buckets[s->bucket];
     const dt_bucket *u = &z->bucket;
     size_t size = dt__zero_element_size(z), narrow = dt_dtype_size(u->dtype),
            at = s->offset - z->offset, bytes = s->count * size;
-    int master = dt__zero_has_master(u), on_disk = dt__disk_array_bytes(zero, u, DT__PARAMS) > 0;
+    int master = dt__zero_has_master(u), on_disk = dt__disk_array_bytes(zero, u, DT__PARAMS) > 0,
+        first = z->group->step == 0;
     char *grad = (char *)(u->grad_offloaded ? s->buf[DT__GRAD]
                                             : dt__zero_element(z, dt__zero_grad_shard(z), at));
     dt__update_span span = {
         .offset = s->offset, .count = s->count, .grad = grad, .state = { NULL, NULL }
     };
-    for (int a = 0; a <= DT__MASTER; a++) {
-        char *full = (char *)(a == DT__MASTER ? z->master : z->state[a]);
+    for (int a = 0; a <= DT__EMA; a++) {
+        char *full = dt__array_memory(z, a);
         void *here = full ? full + at * size : dt__disk_array_bytes(zero, u, a) ? s->buf[a] : NULL;
-        if (a == DT__MASTER)
-            span.master = here;
-        else
-            span.state[a] = here;
+        void **to = a == DT__MASTER ? &span.master : a == DT__EMA ? &span.ema : &span.state[a];
+        *to = here;
     }
-    if (!on_disk && (!master || zero->step == 0))
+    if (!on_disk && (!master || first))
         dt__move(ctx, s->buf[DT__PARAMS], (char *)dt__zero_param_shard(z) + at * narrow,
             s->count * narrow);
     if (s->buf[DT__GRAD] && grad != s->buf[DT__GRAD])
         dt__move(ctx, span.grad = s->buf[DT__GRAD], grad, bytes);
     if (dt__sync(ctx) != DT_OK) return dt_error(ctx);
-    dt_cast_args widen = { .dtype = u->grad_dtype,
-        .from = u->dtype,
-        .out = span.master,
-        .in = s->buf[DT__PARAMS],
-        .count = s->count };
-    if (master && zero->step == 0 && DT__UPDATE(zero, "master parameters", cast, &widen) != DT_OK)
-        return dt_error(ctx);
+    if (dt__masters_init(zero, z, &span, s->buf[DT__PARAMS]) != DT_OK) return dt_error(ctx);
     span.values = on_disk || !master ? s->buf[DT__PARAMS] : NULL;
-    if (dt__zero_update_span(zero, z, &span, lr, grad_scale) != DT_OK || on_disk)
-        return dt_error(ctx);
+    if (dt__zero_update_span(zero, z, &span, grad_scale) != DT_OK || on_disk) return dt_error(ctx);
     /* waits, because the buffers may next be used for another chunk */
     return dt__move_now(ctx, grad, master ? span.master : s->buf[DT__PARAMS], bytes);
 }
@@ -3474,7 +3694,8 @@ static dt_status dt__offload_commit(dt_zero *zero, dt__zero_bucket *z) {
     dt_ctx *ctx = zero->ctx;
     const dt_bucket *u = &z->bucket;
     size_t size = dt__zero_element_size(z), narrow = dt_dtype_size(u->dtype);
-    if (u->frozen || dt__disk_array_bytes(zero, u, DT__PARAMS) > 0) return dt_error(ctx);
+    if (!dt__zero_steps_now(z) || dt__disk_array_bytes(zero, u, DT__PARAMS) > 0)
+        return dt_error(ctx);
     for (size_t at = 0, n; at < z->count; at += n) {
         char *from = (char *)dt__zero_grad_shard(z) + at * size,
              *to = (char *)dt__zero_param_shard(z) + at * narrow;
@@ -3495,7 +3716,7 @@ static dt_status dt__offload_commit(dt_zero *zero, dt__zero_bucket *z) {
     return DT_OK;
 }
 
-static dt_status dt__offload_update(dt_zero *zero, double lr, double grad_scale) {
+static dt_status dt__offload_update(dt_zero *zero, double grad_scale) {
     if (dt__is_dry_run(zero)) return DT_OK;
     dt__offload_chunk *now = &zero->chunks[0];
     int more = dt__chunk_next(zero, now, NULL);
@@ -3506,8 +3727,7 @@ static dt_status dt__offload_update(dt_zero *zero, double lr, double grad_scale)
         if (dt__chunk_wait(zero, next) != DT_OK) return dt_error(zero->ctx);
         more = dt__chunk_next(zero, next, now);
         if (more) dt__chunk_transfer(zero, next, 0);
-        if (dt__chunk_wait(zero, now) != DT_OK ||
-            dt__chunk_update(zero, now, lr, grad_scale) != DT_OK)
+        if (dt__chunk_wait(zero, now) != DT_OK || dt__chunk_update(zero, now, grad_scale) != DT_OK)
             return dt_error(zero->ctx);
         dt__chunk_transfer(zero, now, 1);
         now = next;
@@ -3518,7 +3738,8 @@ static dt_status dt__offload_update(dt_zero *zero, double lr, double grad_scale)
     if (dt_barrier(zero->mesh.world) != DT_OK) return dt_error(zero->ctx);
     for (int u = 0; u < zero->n_buckets; u++)
         if (dt__offload_commit(zero, &zero->buckets[u]) != DT_OK) return dt_error(zero->ctx);
-    if (zero->disk) zero->disk->slot ^= 1;
+    for (int u = 0; u < zero->n_buckets; u++)
+        zero->buckets[u].disk_slot ^= dt__zero_steps_now(&zero->buckets[u]);
     return DT_OK;
 }
 
@@ -3565,6 +3786,10 @@ static dt_status dt__onebit_check(dt_ctx *ctx, const dt_zero_desc *d) {
         return dt_fail(ctx, DT_ERR_UNSUPPORTED,
             "dt_zero_make: DT_ONEBIT_ADAM does not sum gradients once its second "
             "moment is frozen, so there is no tree of them: .tree must be 0");
+    if (d->group_count > 0)
+        return dt_fail(ctx, DT_ERR_UNSUPPORTED,
+            "dt_zero_make: DT_ONEBIT_ADAM is for all parameters: .group_count must be 0, not %d",
+            d->group_count);
     if (d->freeze_steps < 1)
         return dt_fail(ctx, DT_ERR_ARG,
             "dt_zero_make: DT_ONEBIT_ADAM with %d freeze_steps; its second moment needs 1 "
@@ -3712,6 +3937,163 @@ static dt_status dt__onebit_momentum(dt_zero *zero, dt__zero_bucket *z, double g
 
 // ==== 16. Making, stepping, freeing =============================================================
 
+/* ---- parameter groups ---- */
+
+/* Returns the settings of group k: of desc itself, or of desc.groups[k - 1]. */
+static dt_param_group dt__group_settings(const dt_zero_desc *d, int k) {
+    return k > 0 ? d->groups[k - 1]
+                 : (dt_param_group){ .optimizer = d->optimizer,
+                       .beta1 = d->beta1,
+                       .beta2 = d->beta2,
+                       .eps = d->eps,
+                       .momentum = d->momentum,
+                       .weight_decay = d->weight_decay,
+                       .update = d->update,
+                       .user = d->user,
+                       .states = d->states };
+}
+
+static dt_status dt__groups_check(dt_ctx *ctx, const dt_zero_desc *d) {
+    if (d->group_count < 0 || d->group_count > DT_MAX_GROUPS || (d->group_count > 0 && !d->groups))
+        return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: %d parameter groups at %s; at most %d",
+            d->group_count, d->groups ? "groups" : "NULL", DT_MAX_GROUPS);
+    for (int k = 0; k <= d->group_count; k++) {
+        dt_param_group g = dt__group_settings(d, k);
+        dt__text where =
+            k ? dt__format("dt_zero_make: parameter group %d", k) : dt__format("dt_zero_make");
+        if (k > 0 && (!g.params || !g.params[strspn(g.params, ", ")]))
+            return dt_fail(ctx, DT_ERR_ARG, "%s: it has no patterns of names", where.s);
+        if (g.optimizer < DT_ADAMW || g.optimizer > DT_OPTIMIZER_CUSTOM)
+            return dt_fail(ctx, DT_ERR_ARG, "%s: optimizer %d", where.s, g.optimizer);
+        if (k > 0 && g.optimizer == DT_ONEBIT_ADAM)
+            return dt_fail(
+                ctx, DT_ERR_UNSUPPORTED, "%s: DT_ONEBIT_ADAM is for all parameters", where.s);
+        if (g.optimizer == DT_OPTIMIZER_CUSTOM && (!g.update || g.states < 0 || g.states > 2))
+            return dt_fail(ctx, DT_ERR_ARG,
+                "%s: DT_OPTIMIZER_CUSTOM needs an update function and 0 to 2 states, got %d",
+                where.s, g.states);
+        if (!(g.beta1 < 1 && g.beta1 >= 0 && g.beta2 < 1 && g.beta2 >= 0 && g.eps >= 0 &&
+                g.momentum >= 0 && g.weight_decay >= 0 && g.lr_scale >= 0 && g.lr_scale < HUGE_VAL))
+            return dt_fail(ctx, DT_ERR_ARG,
+                "%s: beta1 %g, beta2 %g, eps %g, momentum %g, weight_decay %g, lr_scale %g: betas "
+                "lie in [0,1), the others are not negative",
+                where.s, g.beta1, g.beta2, g.eps, g.momentum, g.weight_decay, g.lr_scale);
+    }
+    return DT_OK;
+}
+
+/* Returns the next pattern of a list, and sets *bytes to its length and *list to what follows; NULL
+   after the last. */
+static const char *dt__pattern_next(const char **list, size_t *bytes) {
+    const char *pattern = *list + strspn(*list, ", ");
+    *bytes = strcspn(pattern, ", ");
+    *list = pattern + *bytes;
+    return *bytes ? pattern : NULL;
+}
+
+/* Returns 1 if a pattern matches a name; '*' matches any text. */
+static int dt__pattern_matches(const char *pattern, size_t bytes, const char *name) {
+    const char *end = pattern + bytes, *star = NULL, *from = NULL; /* after '*'; its text's end */
+    while (*name) {
+        if (pattern < end && *pattern == '*') {
+            star = ++pattern;
+            from = name;
+        } else if (pattern < end && *pattern == *name) {
+            pattern++;
+            name++;
+        } else if (star) {
+            pattern = star;
+            name = ++from;
+        } else {
+            return 0;
+        }
+    }
+    while (pattern < end && *pattern == '*') pattern++;
+    return pattern == end;
+}
+
+/* Returns 1 if a pattern of a list matches a name. */
+static int dt__patterns_match(const char *list, const char *name) {
+    const char *pattern;
+    size_t bytes;
+    while ((pattern = dt__pattern_next(&list, &bytes)) != NULL)
+        if (dt__pattern_matches(pattern, bytes, name)) return 1;
+    return 0;
+}
+
+static int dt__group_states(const dt_param_group *g) {
+    if (g->optimizer == DT_OPTIMIZER_CUSTOM) return g->states;
+    return g->optimizer == DT_SGD ? g->momentum > 0 : 2;
+}
+
+/* Makes the parameter groups, and assigns each parameter to one, before the buckets are made. */
+static dt_status dt__param_groups_make(dt_zero *zero) {
+    zero->n_param_groups = 1 + zero->desc.group_count;
+    for (int k = 0; k < zero->n_param_groups; k++) {
+        dt__param_group *group = &zero->param_groups[k];
+        dt_param_group *g = &group->desc;
+        *g = dt__group_settings(&zero->desc, k);
+        if (g->beta1 == 0) g->beta1 = 0.9;
+        if (g->beta2 == 0) g->beta2 = 0.999;
+        if (g->eps == 0) g->eps = 1e-8;
+        if (g->lr_scale == 0) g->lr_scale = 1;
+        group->states = dt__group_states(g);
+        group->trained = 1;
+        g->params = k ? dt__concat_text(zero->ctx, g->params, strlen(g->params), "") : NULL;
+        if (k > 0 && !g->params) return dt_error(zero->ctx);
+    }
+    for (int i = 0; i < dt_param_count(zero->ctx); i++) {
+        const dt_tensor *t = dt_param_get(zero->ctx, i);
+        int k = 1;
+        while (k < zero->n_param_groups &&
+               !dt__patterns_match(zero->param_groups[k].desc.params, t->name))
+            k++;
+        t->param->group = k < zero->n_param_groups ? k : 0;
+    }
+    zero->desc.groups = NULL; /* param_groups is the copy */
+    return dt_error(zero->ctx);
+}
+
+static void dt__param_groups_free(dt_zero *zero) {
+    for (int k = 1; k < zero->n_param_groups; k++)
+        dt__string_free(zero->ctx, (char *)zero->param_groups[k].desc.params);
+    zero->n_param_groups = 0;
+}
+
+/* Fails if a pattern of `list` matches no parameter of parameter group k on any rank; k < 0: no
+   parameter of any group that has not been frozen at registration. */
+static dt_status dt__patterns_check(dt_zero *zero, const char *what, const char *list, int k) {
+    const char *pattern;
+    size_t bytes;
+    while ((pattern = dt__pattern_next(&list, &bytes)) != NULL) {
+        double found = 0;
+        for (int i = 0; i < dt_param_count(zero->ctx); i++) {
+            const dt_tensor *t = dt_param_get(zero->ctx, i);
+            int counts = k < 0 ? !t->param->desc.frozen : t->param->group == k;
+            found += counts && dt__pattern_matches(pattern, bytes, t->name);
+        }
+        if (dt_sum_doubles(zero->mesh.world, &found, 1) != DT_OK) break;
+        if (found == 0)
+            return dt_fail(zero->ctx, DT_ERR_ARG, "%s: no parameter on any rank matches '%.*s'%s",
+                what, (int)bytes, pattern,
+                k > 1   ? ", or they all belong to earlier parameter groups"
+                : k < 0 ? " that was not frozen at registration"
+                        : "");
+    }
+    return dt_error(zero->ctx);
+}
+
+/* Fails if a pattern of a parameter group has no parameters. */
+static dt_status dt__param_groups_check(dt_zero *zero) {
+    for (int k = 1; k < zero->n_param_groups; k++) {
+        dt__text where = dt__format("dt_zero_make: parameter group %d", k);
+        if (dt__patterns_check(zero, where.s, zero->param_groups[k].desc.params, k) != DT_OK) break;
+    }
+    return dt_error(zero->ctx);
+}
+
+/* ---- making and freeing ---- */
+
 /* Frees what the training state owns. */
 static void dt__zero_release(dt_ctx *ctx, dt_zero *zero) {
     if (zero->chunks) dt__sync(ctx); /* completes copies from and to pinned memory */
@@ -3723,6 +4105,7 @@ static void dt__zero_release(dt_ctx *ctx, dt_zero *zero) {
         if (dt_error(ctx) == DT_OK) dt__zero_free_gathered(zero, z);
         for (int s = 0; s < 2; s++) dt_free(ctx, mem, z->state[s], bytes);
         dt_free(ctx, mem, z->master, bytes);
+        dt_free(ctx, mem, z->ema, bytes);
         dt_free(ctx, DT_MEM_GRADS, z->levels, z->levels_bytes);
     }
     dt__disk_close(zero);
@@ -3734,6 +4117,7 @@ static void dt__zero_release(dt_ctx *ctx, dt_zero *zero) {
         dt__grad_free(ctx, &zero->buckets[u].bucket);
     }
     dt__onebit_free(zero);
+    dt__param_groups_free(zero);
     for (int i = 0; zero->gather_plans && i < DT__GATHER_PLANS * zero->n_stages; i++)
         dt_free(ctx, DT_MEM_HOST, zero->gather_plans[i].items,
             (size_t)zero->gather_plans[i].capacity * sizeof *zero->gather_plans[i].items);
@@ -3764,19 +4148,18 @@ static dt_status dt__zero_check(dt_ctx *ctx, const dt_zero_desc *d) {
     const dt_scale_desc *s = &d->scale;
     if (d->stage < 0 || d->stage > 3)
         return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: stage %d; use 0 to 3", d->stage);
-    if (d->optimizer < DT_ADAMW || d->optimizer > DT_OPTIMIZER_CUSTOM)
-        return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: optimizer %d", d->optimizer);
-    if (d->optimizer == DT_OPTIMIZER_CUSTOM && (!d->update || d->states < 0 || d->states > 2))
-        return dt_fail(ctx, DT_ERR_ARG,
-            "dt_zero_make: DT_OPTIMIZER_CUSTOM needs an update function and 0 to 2 states, got %d",
-            d->states);
+    if (dt__groups_check(ctx, d) != DT_OK) return dt_error(ctx);
     if (d->optimizer == DT_ONEBIT_ADAM && dt__onebit_check(ctx, d) != DT_OK) return dt_error(ctx);
-    if (!(d->beta1 < 1 && d->beta1 >= 0 && d->beta2 < 1 && d->beta2 >= 0 && d->eps >= 0 &&
-            d->clip >= 0 && d->momentum >= 0 && d->weight_decay >= 0))
+    if (!(d->clip >= 0)) return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: clip %g", d->clip);
+    if (!(d->ema_decay >= 0 && d->ema_decay < 1 && d->skip_norm_z >= 0 && d->skip_loss_z >= 0))
         return dt_fail(ctx, DT_ERR_ARG,
-            "dt_zero_make: beta1 %g, beta2 %g, eps %g, clip %g, momentum %g, weight_decay "
-            "%g: betas lie in [0,1), the others are not negative",
-            d->beta1, d->beta2, d->eps, d->clip, d->momentum, d->weight_decay);
+            "dt_zero_make: ema_decay %g, skip_norm_z %g, skip_loss_z %g: the first lies in [0,1), "
+            "the others are not negative",
+            d->ema_decay, d->skip_norm_z, d->skip_loss_z);
+    if (d->ema_decay > 0 && !dt_ctx_kernels(ctx)->momentum)
+        return dt_fail(ctx, DT_ERR_UNSUPPORTED,
+            "dt_zero_make: ema_decay needs the kernel momentum, which %s does not have",
+            dt_ctx_kernels(ctx)->name);
     int on_device = ctx->kernels.alloc && ctx->kernels.alloc != dt__dry_alloc;
     int state = dt__in_host(d->offload_optim) || dt__on_disk(d->offload_optim);
     int values = dt__in_host(d->offload_params) || dt__on_disk(d->offload_params);
@@ -3804,11 +4187,6 @@ static dt_status dt__zero_check(dt_ctx *ctx, const dt_zero_desc *d) {
             "falling by %g after %d, at least %g",
             s->init, s->growth, s->interval, s->backoff, s->hysteresis, s->min_scale);
     return DT_OK;
-}
-
-static int dt__zero_state_arrays(const dt_zero_desc *d) {
-    if (d->optimizer == DT_OPTIMIZER_CUSTOM) return d->states;
-    return d->optimizer == DT_SGD ? d->momentum > 0 : 2;
 }
 
 static dt_buckets_desc dt__zero_buckets_desc(dt_zero *zero) {
@@ -3865,10 +4243,10 @@ static dt_zero *dt__zero_make(dt_ctx *ctx, dt_zero_desc desc) {
     zero->desc = desc;
     zero->agreed_step = -1;
     zero->own_bad.rank = -1;
+    zero->loss = NAN;
     zero->stage = &dt__zero_stages[desc.stage];
     zero->sum = desc.tree ? &dt__tree_each_micro : zero->stage->sum;
     zero->next_bucket = -1;
-    zero->states = dt__zero_state_arrays(&desc);
     zero->update_kernels = &ctx->kernels;
     zero->update_stream = ctx->stream;
     if (dt__zero_offloads(zero) && ctx->kernels.alloc && !dt__is_dry_run(zero)) {
@@ -3879,12 +4257,15 @@ static dt_zero *dt__zero_make(dt_ctx *ctx, dt_zero_desc desc) {
     zero->mesh = desc.mesh ? *desc.mesh : dt_mesh_make(ctx, all);
     zero->desc.mesh = NULL; /* zero->mesh is the copy */
     if (dt_error(ctx) == DT_OK && dt__zero_groups_make(zero) == DT_OK &&
-        dt__zero_check_params(zero) == DT_OK && dt__gather_plans_make(zero) == DT_OK &&
+        dt__param_groups_make(zero) == DT_OK && dt__zero_check_params(zero) == DT_OK &&
+        dt__gather_plans_make(zero) == DT_OK &&
         dt_buckets_make(ctx, dt__zero_buckets_desc(zero)) == DT_OK)
         dt__zero_buckets_make(zero);
     if (dt_error(ctx) == DT_OK && desc.optimizer == DT_ONEBIT_ADAM) dt__onebit_make(zero);
     if (dt_error(ctx) == DT_OK) dt__scale_begin(zero);
-    if (dt_error(ctx) == DT_OK && dt__compare_ranks(zero) == DT_OK) dt__compare_stages(zero);
+    if (dt_error(ctx) == DT_OK && dt__compare_ranks(zero) == DT_OK &&
+        dt__compare_stages(zero) == DT_OK)
+        dt__param_groups_check(zero);
     /* if any rank has failed to make its state, this barrier fails on every rank */
     if (dt_error(ctx) == DT_OK) dt_barrier(zero->mesh.world);
     if (dt_error(ctx) == DT_OK) return zero;
@@ -3913,10 +4294,13 @@ void dt_zero_free(dt_zero *zero) {
     dt_listen(zero->ctx, &zero->listener);
 }
 
+/* ---- stepping ---- */
+
 /* Returns 1 if all gradients of the step have been reduced. */
 static int dt__zero_grads_reduced(const dt_zero *zero) {
     for (int u = 0; u < zero->n_buckets; u++)
-        if (!zero->buckets[u].bucket.frozen && zero->buckets[u].bucket.grad_state < DT_GRAD_REDUCED)
+        if (!zero->buckets[u].bucket.frozen && !zero->buckets[u].bucket.paused &&
+            zero->buckets[u].bucket.grad_state < DT_GRAD_REDUCED)
             return 0;
     return 1;
 }
@@ -3938,56 +4322,118 @@ static dt_status dt__compare_after_step(dt_zero *zero) {
     return dt__compare_replicas(zero, "dt_zero_step");
 }
 
-static dt_step_info dt__zero_step(dt_zero *zero, double lr) {
-    dt_step_info info = { .grad_norm = NAN, .clip_scale = 1, .loss_scale = 1, .bad_rank = -1 };
+/* Fails unless a step with these learning rates is possible; sets those of each group. */
+static dt_status dt__zero_step_begin(dt_zero *zero, const double *lr) {
+    dt_ctx *ctx = zero->ctx;
+    int stepping = 0;
+    if (zero->ema_swapped)
+        return dt_fail(ctx, DT_ERR_ARG,
+            "dt_zero_step: step %lld: the weights are exchanged with their EMA: call "
+            "dt_zero_swap_ema again before it",
+            (long long)zero->step + 1);
+    if (!lr) return dt_fail(ctx, DT_ERR_ARG, "dt_zero_step: the learning rates are NULL");
+    for (int k = 0; k < zero->n_param_groups; k++) {
+        dt__param_group *group = &zero->param_groups[k];
+        if (!isfinite(lr[k]))
+            return dt_fail(ctx, DT_ERR_ARG, "dt_zero_step: step %lld: learning rate %g",
+                (long long)zero->step + 1, lr[k]);
+        group->lr = lr[k] * group->desc.lr_scale;
+        group->steps_now = lr[k] >= 0 && group->trained > 0;
+        stepping += group->steps_now;
+    }
+    if (stepping == 0)
+        return dt_fail(ctx, DT_ERR_ARG,
+            "dt_zero_step: step %lld: learning rate %g: no parameter group steps",
+            (long long)zero->step + 1, lr[0]);
+    if (!dt__zero_grads_reduced(zero))
+        return dt_fail(ctx, DT_ERR_ARG,
+            "dt_zero_step: step %lld has no complete gradient: dt_backward of its last "
+            "micro-batch has not run",
+            (long long)zero->step + 1);
+    return DT_OK;
+}
+
+/* Ends a step whose gradients are not finite: with a loss scale every rank skips the step, without
+   one every rank fails. */
+static void dt__zero_step_not_finite(dt_zero *zero, double norm, dt_step_info *info) {
     dt__bad_grad bad;
+    const dt_tensor *t = dt_param_get(zero->ctx, zero->own_bad.param);
+    /* one that only parameters of a group without a step have does not count */
+    if (zero->own_bad.rank >= 0 && !zero->param_groups[t->param->group].steps_now)
+        zero->own_bad.rank = -1;
+    if (dt__bad_grad_find(zero, &bad) != DT_OK) return;
+    zero->own_bad.rank = -1;
+    info->skipped = zero->desc.loss_scale != 0 && dt__scale_skip(zero, &bad) == DT_OK;
+    if (zero->desc.loss_scale == 0) dt__bad_grad_fail(zero, &bad, norm);
+    info->bad_rank = bad.rank;
+    /* each pipeline stage knows only its own parameters */
+    int here = bad.rank >= 0 && dt__zero_pp_rank(zero, bad.rank) == zero->mesh.coord.pp;
+    info->bad_param = here ? dt_param_get(zero->ctx, bad.param) : NULL;
+    info->bad_element = (size_t)bad.element;
+    if (info->skipped) dt_clear_grads(zero->ctx);
+}
+
+/* Outlier steps. Adds the step's norm and loss to the last ones; returns 1 if the z-score of one
+   exceeds its threshold. All ranks have the same norm and loss, so they take the same decision. */
+static int dt__zero_is_outlier(dt_zero *zero, double norm, dt_step_info *info) {
+    const dt_zero_desc *d = &zero->desc;
+    info->norm_z = dt_outlier_z(&zero->norms, norm);
+    info->loss_z = dt_outlier_z(&zero->losses, zero->loss);
+    zero->loss = NAN;
+    if (d->skip_norm_z > 0 && info->norm_z > d->skip_norm_z) info->outlier = DT_OUTLIER_NORM;
+    if (d->skip_loss_z > 0 && info->loss_z > d->skip_loss_z) info->outlier = DT_OUTLIER_LOSS;
+    return info->outlier != DT_OUTLIER_NONE;
+}
+
+static dt_step_info dt__zero_step_groups(dt_zero *zero, const double *lr) {
+    dt_step_info info = { .grad_norm = NAN,
+        .clip_scale = 1,
+        .norm_z = NAN,
+        .loss_z = NAN,
+        .loss_scale = 1,
+        .bad_rank = -1 };
     double norm = 0;
     if (!zero) return info;
     info.step = zero->step;
     if (dt__zero_usable(zero, "dt_zero_step") != DT_OK) return info;
     info.loss_scale = zero->loss_scale;
-    if (!(lr >= 0 && lr < HUGE_VAL)) {
-        dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_step: step %lld: learning rate %g",
-            (long long)zero->step + 1, lr);
-        return info;
-    }
-    if (!dt__zero_grads_reduced(zero)) {
-        dt_fail(zero->ctx, DT_ERR_ARG,
-            "dt_zero_step: step %lld has no complete gradient: dt_backward of its last "
-            "micro-batch has not run",
-            (long long)zero->step + 1);
-        return info;
-    }
+    if (dt__zero_step_begin(zero, lr) != DT_OK) return info;
     if (zero->agreed_step < 0 && dt__compare_replicas(zero, "dt_zero_step") != DT_OK) return info;
     if (dt__grads_sum_tied(zero) != DT_OK || dt__grad_norm(zero, &norm) != DT_OK) return info;
     double not_finite = !isfinite(norm); /* if it is 1 on any rank, no rank updates */
-    if (dt__step_agree(zero, lr, &not_finite) != DT_OK) return info;
-    if (not_finite == 0) zero->own_bad.rank = -1;
+    if (dt__step_agree(zero, &not_finite) != DT_OK) return info;
     if (not_finite > 0) {
-        if (dt__bad_grad_find(zero, &bad) != DT_OK) return info;
-        zero->own_bad.rank = -1;
-        info.skipped = zero->desc.loss_scale != 0 && dt__scale_skip(zero, &bad) == DT_OK;
-        if (zero->desc.loss_scale == 0) dt__bad_grad_fail(zero, &bad, norm);
-        info.bad_rank = bad.rank;
-        /* each pipeline stage knows only its own parameters */
-        int here = bad.rank >= 0 && dt__zero_pp_rank(zero, bad.rank) == zero->mesh.coord.pp;
-        info.bad_param = here ? dt_param_get(zero->ctx, bad.param) : NULL;
-        info.bad_element = (size_t)bad.element;
-        if (info.skipped) dt_clear_grads(zero->ctx);
+        zero->loss = NAN;
+        dt__zero_step_not_finite(zero, norm, &info);
         return info;
     }
+    zero->own_bad.rank = -1;
     if (zero->written && zero->desc.compare_every > 0 &&
         dt__compare_replicas(zero, "dt_zero_step") != DT_OK)
         return info;
     norm /= zero->loss_scale;
     dt__zero_free_held(zero, -1); /* because the update makes the gathered copies stale */
     info.clip_scale = dt__clip_scale(zero, norm);
-    if (dt__zero_update_all(zero, lr, info.clip_scale / zero->loss_scale) != DT_OK) return info;
+    if (dt__zero_is_outlier(zero, norm, &info))
+        for (int k = 0; k < zero->n_param_groups; k++) zero->param_groups[k].steps_now = 0;
+    else if (dt__zero_update_all(zero, info.clip_scale / zero->loss_scale) != DT_OK)
+        return info;
     dt__scale_good(zero);
     dt_clear_grads(zero->ctx);
+    for (int k = 0; k < zero->n_param_groups; k++)
+        zero->param_groups[k].step += zero->param_groups[k].steps_now;
     info.step = ++zero->step;
     if (dt__compare_after_step(zero) == DT_OK) info.grad_norm = norm;
     return info;
+}
+
+DT__DEFINE_AT_SITE(dt_step_info, zero_step_groups, zero ? zero->ctx : NULL,
+    (dt_zero * zero, const double *lr), zero, lr)
+
+static dt_step_info dt__zero_step(dt_zero *zero, double lr) {
+    double all[1 + DT_MAX_GROUPS];
+    for (int k = 0; k <= DT_MAX_GROUPS; k++) all[k] = lr;
+    return dt__zero_step_groups(zero, all);
 }
 
 DT__DEFINE_AT_SITE(
@@ -4028,17 +4474,15 @@ static dt_status dt__zero_all_gather_param(dt_zero *zero, const dt__zero_bucket 
 static dt_status dt__zero_state(dt_zero *zero, int which, const dt_tensor *param, void *host) {
     dt_status status = dt__zero_usable(zero, "dt_zero_state");
     if (status != DT_OK) return status;
-    int master =
-        which == DT_STATE_MASTER && param && dt_grad_dtype(param) != param->dtype && zero->step > 0;
-    if (which < 0 || (which >= zero->states && !master) || !host)
-        return dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_state: state %d of %d%s", which,
-            zero->states, host ? "" : ", to host memory that is NULL");
     dt__zero_bucket *z = dt__zero_bucket_of(zero, "dt_zero_state", param);
-    size_t bytes = z ? dt__disk_array_bytes(zero, &z->bucket, DT__STATE_0 + which) : 0;
-    if (!z || !bytes)
-        return z ? dt__zero_all_gather_param(
-                       zero, z, master ? z->master : z->state[which], param, host)
-                 : dt_error(zero->ctx);
+    if (!z) return dt_error(zero->ctx);
+    int more = which == DT_STATE_MASTER || which == DT_STATE_EMA;
+    if (which < 0 || (which >= z->group->states && !more) || !host ||
+        (more && !dt__zero_has_array(zero, &z->bucket, which)))
+        return dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_state: state %d of %d%s", which,
+            z->group->states, host ? "" : ", to host memory that is NULL");
+    size_t bytes = dt__disk_array_bytes(zero, &z->bucket, DT__STATE_0 + which);
+    if (!bytes) return dt__zero_all_gather_param(zero, z, dt__array_memory(z, which), param, host);
     void *shard = dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "collecting a parameter's state");
     if (!shard) return dt_error(zero->ctx);
     if (dt__array_access(zero, z, DT__STATE_0 + which, 0, 0, shard, bytes) == DT_OK)
@@ -4064,6 +4508,9 @@ static dt_status dt__zero_grad(dt_zero *zero, const dt_tensor *param, void *host
             zero->ctx, DT_ERR_UNSUPPORTED, "dt_zero_grad: 1-bit Adam no longer sums gradients");
     if (dt__grads_sum_tied(zero) != DT_OK) return dt_error(zero->ctx);
     dt__zero_bucket *z = dt__zero_bucket_of(zero, "dt_zero_grad", param);
+    if (z && z->bucket.paused)
+        return dt_fail(
+            zero->ctx, DT_ERR_ARG, "dt_zero_grad: dt_zero_freeze has frozen %s", param->name);
     size_t bytes = z ? dt__disk_array_bytes(zero, &z->bucket, DT__GRAD) : 0;
     void *shard =
         bytes ? dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "collecting a parameter's gradient") : NULL;
@@ -4084,7 +4531,176 @@ static dt_status dt__zero_grad(dt_zero *zero, const dt_tensor *param, void *host
 DT__DEFINE_AT_SITE(dt_status, zero_grad, zero ? zero->ctx : NULL,
     (dt_zero * zero, const dt_tensor *param, void *host), zero, param, host)
 
+static dt_status dt__zero_grad_full(dt_zero *zero, const dt_tensor *param, void *host) {
+    dt_status status = dt__zero_usable(zero, "dt_zero_grad_full");
+    if (status != DT_OK) return status;
+    if (!host || !dt__zero_bucket_of(zero, "dt_zero_grad_full", param))
+        return dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_grad_full: host memory is NULL");
+    const dt_param_info *p = param->param;
+    dt_dtype dtype = dt_grad_dtype(param);
+    size_t size = dt_dtype_size(dtype), count = (size_t)dt_count(p->full);
+    char *slice = (char *)dt_alloc(zero->ctx, DT_MEM_HOST, p->count * size, "a slice's gradient");
+    void *full = dt_alloc(zero->ctx, DT_MEM_TEMP, count * size, "a full gradient");
+    dt__slice_walk walk = dt__slice_begin(p->full, p->slice);
+    memset(host, 0, count * size);
+    if (full && slice && dt__zero_grad(zero, param, slice) == DT_OK) {
+        while (dt__slice_next(&walk))
+            memcpy((char *)host + (size_t)walk.global * size, slice + (size_t)walk.local * size,
+                (size_t)walk.count * size);
+        dt__move_now(zero->ctx, full, host, count * size);
+        /* each rank adds its slice to zeros, over the groups of one dimension after another */
+        for (int c = 0; c < 3; c++)
+            if (p->desc.shards[c].comm)
+                dt_all_reduce(p->desc.shards[c].comm, full, full, count, dtype, DT_SUM);
+        dt__move_now(zero->ctx, host, full, count * size);
+    }
+    dt_free(zero->ctx, DT_MEM_TEMP, full, count * size);
+    dt_free(zero->ctx, DT_MEM_HOST, slice, p->count * size);
+    return dt_error(zero->ctx);
+}
+
+DT__DEFINE_AT_SITE(dt_status, zero_grad_full, zero ? zero->ctx : NULL,
+    (dt_zero * zero, const dt_tensor *param, void *host), zero, param, host)
+
+double dt_outlier_z(dt_outlier *w, double value) {
+    const int N = DT_OUTLIER_WINDOW;
+    double mean = 0, variance = 0;
+    if (!w || !isfinite(value)) return NAN;
+    w->values[w->count++ % N] = value;
+    if (w->count <= N) return NAN;
+    for (int i = 0; i < N; i++) mean += w->values[i] / N;
+    for (int i = 0; i < N; i++) variance += (w->values[i] - mean) * (w->values[i] - mean) / N;
+    return variance > 0 ? (value - mean) / sqrt(variance) : 0;
+}
+
+void dt_zero_loss(dt_zero *zero, double loss) {
+    if (zero) zero->loss = isnan(loss) ? NAN : loss;
+}
+
+/* ---- freezing and EMA ---- */
+
+/* Fails unless the training is between two steps: no gradient, and no op has used a parameter. */
+static dt_status dt__zero_between_steps(dt_zero *zero, const char *what) {
+    const dt_ctx *ctx = zero->ctx;
+    int busy = 0;
+    for (int u = 0; u < zero->n_buckets; u++)
+        busy |= zero->buckets[u].bucket.grad_state != DT_GRAD_EMPTY;
+    for (int t = 0; t < ctx->tape_capacity; t++)
+        for (int i = 0; ctx->tapes[t] && ctx->tapes[t]->pending_uses && i < ctx->n_params; i++)
+            busy |= ctx->tapes[t]->pending_uses[i] > 0;
+    if (!busy) return dt_error(ctx);
+    return dt_fail(zero->ctx, DT_ERR_ARG,
+        "%s: call it after dt_zero_step and dt_reset, and before the next forward", what);
+}
+
+/* Sets bucket->paused; frees the gradient of a paused bucket. */
+static void dt__bucket_pause(dt_zero *zero, dt__zero_bucket *z) {
+    dt_bucket *bucket = &z->bucket;
+    size_t bytes = bucket->grad_count * dt_dtype_size(bucket->grad_dtype);
+    bucket->paused = !bucket->frozen;
+    for (int i = bucket->first_param; i < bucket->first_param + bucket->n_params; i++)
+        if (dt_param_get(zero->ctx, i)->needs_grad) bucket->paused = 0;
+    if (!bucket->paused || bucket->grad_offloaded) return;
+    dt_free(zero->ctx, DT_MEM_GRADS, bucket->grad, bytes);
+    bucket->grad = NULL;
+    for (int i = bucket->first_param; i < bucket->first_param + bucket->n_params; i++)
+        dt_param_get(zero->ctx, i)->grad = NULL;
+}
+
+static dt_status dt__zero_freeze(dt_zero *zero, const char *params, int on) {
+    static const char what[] = "dt_zero_freeze";
+    double trained[1 + DT_MAX_GROUPS] = { 0 };
+    dt__difference found = { 0, 0, 0 };
+    dt_status status = dt__zero_usable(zero, what);
+    if (status != DT_OK) return status;
+    dt_ctx *ctx = zero->ctx;
+    if (!params || !params[strspn(params, ", ")])
+        return dt_fail(ctx, DT_ERR_ARG, "%s: there are no patterns of names", what);
+    if (zero->desc.optimizer == DT_ONEBIT_ADAM)
+        return dt_fail(
+            ctx, DT_ERR_UNSUPPORTED, "%s: 1-bit Adam exchanges the momentum of all", what);
+    uint64_t digest = dt__digest(1 + (on != 0), params, strlen(params));
+    if (dt__zero_between_steps(zero, what) != DT_OK) return dt_error(ctx);
+    if (!dt__ranks_agree(zero, zero->mesh.world, &digest, 1, &found))
+        return dt_error(ctx) != DT_OK ? dt_error(ctx)
+                                      : dt_fail(ctx, DT_ERR_COMM,
+                                            "%s: rank %d does not pass the patterns and the flag "
+                                            "of rank 0; this rank passes '%.200s', %d",
+                                            what, found.rank, params, on);
+    if (dt__patterns_check(zero, what, params, -1) != DT_OK) return dt_error(ctx);
+    for (int i = 0; i < dt_param_count(ctx); i++) {
+        dt_tensor *t = dt_param_get(ctx, i);
+        if (!t->param->desc.frozen && dt__patterns_match(params, t->name)) t->needs_grad = !on;
+        trained[t->param->group] += t->needs_grad;
+    }
+    for (int u = 0; u < zero->n_buckets; u++) dt__bucket_pause(zero, &zero->buckets[u]);
+    if (dt_sum_doubles(zero->mesh.world, trained, 1 + DT_MAX_GROUPS) != DT_OK) return dt_error(ctx);
+    for (int k = 0; k < zero->n_param_groups; k++) zero->param_groups[k].trained = trained[k] > 0;
+    return DT_OK;
+}
+
+DT__DEFINE_AT_SITE(dt_status, zero_freeze, zero ? zero->ctx : NULL,
+    (dt_zero * zero, const char *params, int on), zero, params, on)
+
+/* Exchanges the weights of this rank's shard of a bucket, of 16-bit weights the master weights,
+   with their EMA. `host` has room for DT__STATE_COPY elements. */
+static dt_status dt__ema_swap_bucket(dt_zero *zero, dt__zero_bucket *z, double *host) {
+    size_t size = dt__zero_element_size(z), narrow = dt_dtype_size(z->bucket.dtype),
+           shard = z->offset - z->bucket.shard_offset, elements = DT__STATE_COPY / 2;
+    int wide = dt__zero_has_master(&z->bucket) ? DT__MASTER : DT__PARAMS;
+    double *ema = host, *weight = host + elements;
+    for (size_t at = 0, n; at < z->count; at += n) {
+        size_t here = (at + (wide == DT__PARAMS ? shard : 0)) * size;
+        n = z->count - at < elements ? z->count - at : elements;
+        if (dt__array_access(zero, z, DT__EMA, 0, at * size, ema, n * size) != DT_OK ||
+            dt__array_access(zero, z, wide, 0, here, weight, n * size) != DT_OK ||
+            dt__array_access(zero, z, DT__EMA, 1, at * size, weight, n * size) != DT_OK ||
+            dt__array_access(zero, z, wide, 1, here, ema, n * size) != DT_OK)
+            return dt_error(zero->ctx);
+        dt_cast_args round = { .dtype = z->bucket.dtype,
+            .from = z->bucket.grad_dtype,
+            .out = weight,
+            .in = ema,
+            .count = n };
+        if (wide == DT__PARAMS) continue;
+        dt_kernels_cpu()->cast(&round, NULL);
+        if (dt__array_access(zero, z, DT__PARAMS, 1, (shard + at) * narrow, weight, n * narrow) !=
+            DT_OK)
+            return dt_error(zero->ctx);
+    }
+    return DT_OK;
+}
+
+static dt_status dt__zero_swap_ema(dt_zero *zero) {
+    dt_status status = dt__zero_usable(zero, "dt_zero_swap_ema");
+    size_t bytes = DT__STATE_COPY * sizeof(double);
+    if (status != DT_OK) return status;
+    if (!(zero->desc.ema_decay > 0))
+        return dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_swap_ema: dt_zero_desc.ema_decay is 0");
+    if (dt__zero_between_steps(zero, "dt_zero_swap_ema") != DT_OK) return dt_error(zero->ctx);
+    zero->ema_swapped ^= 1;
+    dt__zero_free_held(zero, -1);
+    double *host = (double *)dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "EMA of the weights");
+    for (int u = 0; u < zero->n_buckets && host && !dt__is_dry_run(zero); u++) {
+        dt__zero_bucket *z = &zero->buckets[u];
+        if (!dt__zero_has_array(zero, &z->bucket, DT__EMA)) continue;
+        if (dt__ema_swap_bucket(zero, z, host) != DT_OK) break;
+        if (zero->stage->shard_optim && !zero->stage->shard_params)
+            dt_all_gather(
+                z->shard_group, dt__zero_param_shard(z), z->bucket.data, z->count, z->bucket.dtype);
+    }
+    dt_free(zero->ctx, DT_MEM_HOST, host, bytes);
+    return dt_error(zero->ctx);
+}
+
+DT__DEFINE_AT_SITE(dt_status, zero_swap_ema, zero ? zero->ctx : NULL, (dt_zero * zero), zero)
+
+/* ---- state and gradients ---- */
+
 int64_t dt_zero_steps(const dt_zero *zero) { return zero ? zero->step : 0; }
+int64_t dt_zero_group_steps(const dt_zero *zero, int group) {
+    return zero && group >= 0 && group < zero->n_param_groups ? zero->param_groups[group].step : -1;
+}
 
 size_t dt_zero_state_bytes(const dt_zero *zero) {
     if (!zero || zero->is_freed || dt__on_disk(zero->desc.offload_optim) ||
@@ -4093,7 +4709,8 @@ size_t dt_zero_state_bytes(const dt_zero *zero) {
     size_t bytes = 0;
     for (int u = 0; u < zero->n_buckets; u++) {
         const dt__zero_bucket *z = &zero->buckets[u];
-        size_t arrays = (size_t)(zero->states + dt__zero_has_master(&z->bucket));
+        size_t arrays = (size_t)(z->group->states + dt__zero_has_master(&z->bucket) +
+                                 (zero->desc.ema_decay > 0));
         if (!z->bucket.frozen) bytes += z->count * arrays * dt__zero_element_size(z);
         bytes += z->error_bytes[0] + z->error_bytes[1];
     }
@@ -4400,7 +5017,7 @@ static int dt__ckpt_is_writer(const dt_zero *zero, const dt_bucket *bucket) {
     return lowest == 0 && (!tied || dt_comm_rank(tied) == 0);
 }
 
-static const char *const dt__state_names[] = { "m.", "v.", "master." };
+static const char *const dt__state_names[] = { "m.", "v.", "master.", "ema." };
 static char *dt__state_name(dt_ctx *ctx, int array, const char *name) {
     return dt__concat_text(ctx, dt__state_names[array], strlen(dt__state_names[array]), name);
 }
@@ -4422,7 +5039,7 @@ static dt_status dt__list_param(const dt_checkpoint *c, dt_json_out *o, const dt
     if (dt__ckpt_map_weight(c, t, &p) != DT_OK) return dt_error(c->ctx);
     if (p.n == 0) dt__list_add(o, DT__MODEL, t->name, t->dtype, t->param->full);
     for (int i = 0; i < p.n; i++) dt__list_add(o, DT__MODEL, p.name[i], t->dtype, p.shape);
-    for (int a = 0; a <= DT__MASTER && !c->export_desc; a++) {
+    for (int a = 0; a <= DT__EMA && !c->export_desc; a++) {
         char *name =
             dt__zero_has_array(c->zero, bucket, a) ? dt__state_name(c->ctx, a, t->name) : NULL;
         if (name) dt__list_add(o, DT__OPTIM, name, bucket->grad_dtype, t->param->full);
@@ -4670,7 +5287,7 @@ static dt_status dt__state_transfer(
            k = w->writing ? (size_t)dt_comm_rank(replicas) : 0, size = dt__zero_element_size(z);
     size_t from = z->offset + z->count / n * k,
            end = k + 1 == n ? z->offset + z->count : from + z->count / n;
-    for (int a = 0; a <= DT__MASTER; a++)
+    for (int a = 0; a <= DT__EMA; a++)
         for (size_t at = from, to; at < end && dt__zero_has_array(zero, &z->bucket, a); at = to) {
             size_t here = (at - z->offset) * size, bytes = (end - at) * size;
             if (bytes > (size_t)DT__CKPT_CHUNK) bytes = DT__CKPT_CHUNK;
@@ -4793,6 +5410,32 @@ static void dt__manifest_end(char *text, const char *data, size_t bytes) {
     snprintf(text, DT__MANIFEST_END + 1, ",\"digest\":\"%016llx\"}\n", (unsigned long long)h);
 }
 
+/* Outliers: lists the last norms or losses, from the oldest, if the program skips by them. */
+static void dt__manifest_window(dt_json_out *o, const char *name, const dt_outlier *w, int used) {
+    enum { N = DT_OUTLIER_WINDOW };
+    if (!used || w->count == 0) return;
+    dt_json_open(o, name, '[');
+    for (int64_t i = w->count > N ? w->count - N : 0; i < w->count; i++)
+        dt_json_put_number(o, NULL, w->values[i % N]);
+    dt_json_close(o, ']');
+}
+
+/* Parameter groups: "groups" lists the patterns, the optimizer and the steps of each group, if
+   there are more than group 0. */
+static void dt__manifest_groups(dt_json_out *o, const dt_zero *zero) {
+    if (zero->n_param_groups < 2) return;
+    dt_json_open(o, "groups", '[');
+    for (int k = 0; k < zero->n_param_groups; k++) {
+        const dt__param_group *group = &zero->param_groups[k];
+        dt_json_open(o, NULL, '[');
+        dt_json_put_string(o, NULL, k ? group->desc.params : "");
+        dt_json_put_string(o, NULL, dt__optimizers[group->desc.optimizer]);
+        dt_json_put_int(o, NULL, group->step);
+        dt_json_close(o, ']');
+    }
+    dt_json_close(o, ']');
+}
+
 static dt_status dt__manifest_check(dt_checkpoint *c, const char *func);
 /* Makes the manifest and checks that dt_checkpoint_load will accept it. dt_checkpoint_open
    rehearses this, with the longest numbers and without the safetensors files. */
@@ -4807,6 +5450,9 @@ static dt_status dt__manifest_make(dt_checkpoint *c, int rehearsal) {
     dt_json_put_string(&o, "seed", dt__ckpt_seed(c->ctx).s);
     dt_json_put_string(&o, "layout", dt__ckpt_layout(zero).s);
     dt_json_put_string(&o, "optimizer", dt__optimizers[zero->desc.optimizer]);
+    dt__manifest_groups(&o, zero);
+    dt__manifest_window(&o, "norms", &zero->norms, zero->desc.skip_norm_z > 0);
+    dt__manifest_window(&o, "losses", &zero->losses, zero->desc.skip_loss_z > 0);
     dt_json_put_number(&o, "loss_scale", zero->loss_scale);
     dt_json_put_int(&o, "good_steps", zero->good_steps);
     dt_json_put_int(&o, "patience", zero->hysteresis_left);
@@ -4981,6 +5627,10 @@ static dt_status dt__checkpoint_save(dt_checkpoint *c) {
     dt_zero *zero = c->zero;
     if (!c->desc.dir)
         return dt_fail(c->ctx, DT_ERR_ARG, "dt_checkpoint_save: dt_checkpoint_desc.dir is NULL");
+    if (zero->ema_swapped)
+        return dt_fail(c->ctx, DT_ERR_ARG,
+            "dt_checkpoint_save: the weights are exchanged with their EMA: call dt_zero_swap_ema "
+            "again before it");
     for (int u = 0; u < zero->n_buckets; u++)
         if (zero->buckets[u].bucket.grad_state != DT_GRAD_EMPTY)
             return dt_fail(c->ctx, DT_ERR_ARG,
@@ -5521,6 +6171,53 @@ static dt_status dt__candidate_newest(dt_checkpoint *c, const char *from, dt__ca
 
 /* ---- loading a checkpoint ---- */
 
+/* Fails unless a checkpoint has this program's parameter groups. A checkpoint without groups fits a
+   program whose groups all have the checkpoint's optimizer. */
+static dt_status dt__load_groups_fit(dt_checkpoint *c, dt__candidate *f) {
+    const dt_zero *zero = c->zero;
+    dt_json *j = f->json;
+    const char *optimizer = dt__manifest_text(j, "optimizer");
+    int list = dt_json_find(j, 0, "groups"), n = list < 0 ? 1 : dt_json_count(j, list);
+    if (list >= 0 && n != zero->n_param_groups)
+        return dt_fail(c->ctx, DT_ERR_ARG,
+            "dt_checkpoint_load: %s: it has %d parameter groups besides the first, and this "
+            "program has %d",
+            f->path, n - 1, zero->n_param_groups - 1);
+    for (int k = 0; k < zero->n_param_groups; k++) {
+        const dt_param_group *g = &zero->param_groups[k].desc;
+        const char *own[2] = { k ? g->params : "", dt__optimizers[g->optimizer] },
+                   *was[2] = { own[0], optimizer };
+        int64_t step;
+        int node = list < 0 ? -1 : dt_json_at(j, list, k);
+        for (int i = 0; i < 2 && list >= 0; i++)
+            was[i] = dt_json_string(j, dt_json_at(j, node, i), NULL);
+        for (int i = 0; i < 2; i++)
+            if (!was[i] || strcmp(was[i], own[i]) != 0)
+                return dt_fail(c->ctx, DT_ERR_ARG,
+                    "dt_checkpoint_load: %s: the %s of parameter group %d is '%s' there, and '%s' "
+                    "in this program",
+                    f->path, i ? "optimizer" : "pattern", k,
+                    was[i] ? dt__printable_name(was[i]).s : "", own[i]);
+        if (list >= 0 && (!dt_json_int(j, dt_json_at(j, node, 2), &step) || step < 0))
+            return dt_fail(c->ctx, DT_ERR_IO,
+                "dt_checkpoint_load: %s: the steps of parameter group %d are no number", f->path,
+                k);
+    }
+    return DT_OK;
+}
+
+/* Sets the steps of each parameter group; those of a checkpoint without groups are its step. */
+static void dt__load_group_steps(dt_zero *zero, const dt__candidate *f) {
+    int list = dt_json_find(f->json, 0, "groups");
+    for (int k = 0; k < zero->n_param_groups; k++) {
+        dt__param_group *group = &zero->param_groups[k];
+        group->step = zero->step;
+        if (list >= 0)
+            dt_json_int(
+                f->json, dt_json_at(f->json, dt_json_at(f->json, list, k), 2), &group->step);
+    }
+}
+
 /* Fails unless a checkpoint has this program's optimizer, seed and extra_state. */
 static dt_status dt__load_fits(dt_checkpoint *c, dt__candidate *f) {
     dt_ctx *ctx = c->ctx;
@@ -5537,6 +6234,7 @@ static dt_status dt__load_fits(dt_checkpoint *c, dt__candidate *f) {
                 names[i], was ? dt__printable_name(was).s : "missing", own[i],
                 i ? ": the random numbers would be others" : "");
     }
+    if (dt__load_groups_fit(c, f) != DT_OK) return dt_error(ctx);
     for (int i = 0; i < c->desc.n_extra_state; i++) {
         const dt_extra_state *s = &c->desc.extra_state[i];
         int node = dt_json_find(j, dt_json_find(j, 0, "saved"), s->name);
@@ -5635,6 +6333,14 @@ static dt_status dt__load_errors(dt_checkpoint *c, dt__candidate *f, dt_weights 
     return dt_error(c->ctx);
 }
 
+static void dt__load_window(const dt_json *j, const char *name, dt_outlier *w) {
+    int list = dt_json_find(j, 0, name);
+    double value;
+    *w = (dt_outlier){ .count = 0 };
+    for (int i = 0; list >= 0 && i < dt_json_count(j, list); i++)
+        if (dt_json_number(j, dt_json_at(j, list, i), &value)) dt_outlier_z(w, value);
+}
+
 /* Loads what the manifest holds. */
 static void dt__load_numbers(dt_checkpoint *c, dt__candidate *f) {
     dt_zero *zero = c->zero;
@@ -5650,6 +6356,8 @@ static void dt__load_numbers(dt_checkpoint *c, dt__candidate *f) {
         zero->good_steps = (int)good;
         zero->hysteresis_left = (int)hysteresis_left;
     }
+    dt__load_window(j, "norms", &zero->norms);
+    dt__load_window(j, "losses", &zero->losses);
     for (int i = 0; i < c->desc.n_extra_state; i++) {
         const dt_extra_state *s = &c->desc.extra_state[i];
         int node = dt_json_find(j, dt_json_find(j, 0, "saved"), s->name);
@@ -5671,9 +6379,10 @@ static dt_status dt__load_apply(dt_checkpoint *c, dt__candidate *f) {
     for (int k = 0; k < DT__CKPT_FILES; k++)
         dt__files_path(&c->files, k, f->path, dt__ckpt_names[k]);
     if (dt__files_check(ctx, &c->files, "dt_checkpoint_load") != DT_OK ||
-        dt__load_fits(c, f) != DT_OK || dt__list_make(c) != DT_OK ||
-        dt__load_tensors_fit(c, f) != DT_OK)
+        dt__load_fits(c, f) != DT_OK)
         return dt_error(ctx);
+    dt__load_group_steps(zero, f); /* before the list, which has no master weights of step 0 */
+    if (dt__list_make(c) != DT_OK || dt__load_tensors_fit(c, f) != DT_OK) return dt_error(ctx);
     dt__list_free(c);
     for (int k = 0; k < DT__CKPT_FILES && dt_error(ctx) == DT_OK; k++)
         w[k] = dt_weights_open(ctx, c->files.path[k]);

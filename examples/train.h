@@ -42,6 +42,8 @@ typedef struct train_row {
     double dropped;          /* fraction of the router's choices dropped at the expert capacity */
     double val_loss;         /* NaN if no validation followed this step */
     int skipped; /* 1: gradients overflowed under the loss scale; no parameter changed */
+    int outlier; /* DT_OUTLIER_*: the step's loss or norm was an outlier; no parameter changed */
+    double outlier_z; /* its z-score */
     double mem[TRAIN_MEMS];
     double bytes[DT_AXES]; /* bytes that a rank sent over each axis, the largest over the ranks */
     int64_t batch;         /* sequences of this step */
@@ -548,11 +550,14 @@ static inline train_row train_step(const train_config *c, gpt *model, dt_zero *o
     if (dt_error(ctx) == DT_OK && !isfinite(row.loss))
         train_find_nan(c, model, mesh, b, step, row.loss);
     dt_trace_begin(ctx, "optimizer");
+    dt_zero_loss(optimizer, row.loss);
     dt_step_info info = dt_zero_step(optimizer, row.lr);
     if (model->config.experts) train_router_metrics(model, mesh, &row);
     train_update_router_bias(model, mesh, b, info.skipped);
     row.grad_norm = info.grad_norm;
     row.skipped = info.skipped;
+    row.outlier = info.outlier;
+    row.outlier_z = info.outlier == DT_OUTLIER_LOSS ? info.loss_z : info.norm_z;
     dt_trace_end(ctx);
     train_measure_bytes(ctx, sent, &row);
     dt_trace_end(ctx);
@@ -852,6 +857,11 @@ static inline int train_checkpoint_save(
     return s->stopped;
 }
 
+/* Exchanges the weights with their EMA, if the run has one. */
+static inline void train_swap_ema(const train_config *c, dt_zero *optimizer) {
+    if (c->zero.ema_decay > 0) dt_zero_swap_ema(optimizer);
+}
+
 /* Runs all remaining steps of the run. */
 static inline void train_steps(const train_config *c, gpt *model, dt_zero *optimizer,
     const dt_mesh *mesh, dt_text *text, dt_text *val, train_batch *b, train_checkpoint *saved) {
@@ -876,8 +886,11 @@ static inline void train_steps(const train_config *c, gpt *model, dt_zero *optim
                     (long long)step, c->zero.loss_scale);
             row = train_step(c, model, optimizer, mesh, text, b, step);
         }
-        if (val && (step == c->stop_at || (c->eval_every && step % c->eval_every == 0)))
+        if (val && (step == c->stop_at || (c->eval_every && step % c->eval_every == 0))) {
+            train_swap_ema(c, optimizer);
             row.val_loss = train_eval(model, mesh, val, b);
+            train_swap_ema(c, optimizer);
+        }
         dt_comm_step(dt_world(ctx));
         if (dt_error(ctx) == DT_OK && dt_ctx_rank(ctx) == 0) c->on_step(ctx, &row, c->user);
         if (dt_error(ctx) == DT_OK) finished = train_checkpoint_save(c, ctx, saved, b, step);
@@ -927,6 +940,7 @@ static inline dt_status train(dt_ctx *ctx, void *user) {
     int first = mesh.coord.dp == 0 && mesh.coord.cp == 0;
     /* A stopped run does not export, because it will continue from its checkpoint. */
     int completed = !c->dry && !saved.stopped;
+    if (completed && dt_error(ctx) == DT_OK) train_swap_ema(c, optimizer);
     if (c->export_to && completed && dt_error(ctx) == DT_OK)
         gpt_export(&model, optimizer, c->export_to);
     if (c->at_end && !saved.stopped && dt_error(ctx) == DT_OK && (first || c->zero.stage == 3))

@@ -134,6 +134,11 @@ enum { BUILT, NOT_BUILT };
     X(BETA2, "beta2", REAL, BUILT, "0.95", 0, 0.999999, "X", "Adam's second moment") \
     X(EPS, "eps", REAL, BUILT, "1e-8", 1e-30, 1, "X", "added to Adam's divisor") \
     X(MOMENTUM, "momentum", REAL, BUILT, "0", 0, 0.999999, "X", "with --optimizer sgd") \
+    X(EMA, "ema", REAL, BUILT, "0", 0, 0.999999, "X", \
+        "validate, export and generate with the weights' EMA of decay X") \
+    X(SKIP_LOSS_Z, "skip-loss-z", REAL, BUILT, "0", 0, 1e9, "X", \
+        "skip a step whose loss is X deviations over the last 128; 0: off") \
+    X(SKIP_NORM_Z, "skip-norm-z", REAL, BUILT, "0", 0, 1e9, "X", "... or whose gradient norm is") \
     X(LABEL_SMOOTHING, "label-smoothing", REAL, BUILT, "0", 0, 0.999, "X", \
         "in training; the printed loss includes it") \
     X(FREEZE_STEPS, "freeze-steps", INT, BUILT, NULL, 1, 1e9, "N", \
@@ -1701,6 +1706,9 @@ static dt_zero_desc resolve_optimizer(value *v) {
         .freeze_steps = int_of(v, O_FREEZE_STEPS),
         .weight_decay = v[O_WEIGHT_DECAY].number,
         .clip = v[O_CLIP].number,
+        .ema_decay = v[O_EMA].number,
+        .skip_loss_z = v[O_SKIP_LOSS_Z].number,
+        .skip_norm_z = v[O_SKIP_NORM_Z].number,
         .tree = int_of(v, O_REDUCE),
         .no_overlap = !int_of(v, O_OVERLAP) };
 }
@@ -2304,6 +2312,7 @@ typedef struct job {
     int csv_is_stream;
     double ms, tokens; /* milliseconds and tokens of all steps after the first */
     int64_t steps;     /* number of steps that this run has completed */
+    int64_t outliers;  /* number of these steps that changed nothing (--skip-loss-z) */
     int attempt;       /* number of restarts before this attempt */
 } job;
 
@@ -2366,6 +2375,7 @@ static void on_step(dt_ctx *ctx, const train_row *row, void *user) {
     line out = { .fd = 1 };
     set_flag(launched.made_step, 1);
     if (before > 0) j->ms += row->ms, j->tokens += (double)row->batch * j->config.seq;
+    j->outliers += row->outlier != DT_OUTLIER_NONE;
     if (j->csv >= 0) csv_row(ctx, j, row);
     if (j->v[O_QUIET].number) return;
     line_printf(&out, "step %4lld/%s | loss %.6f | norm %.4f | lr %.2e | %.1f ms | %.0f tok/s",
@@ -2375,6 +2385,10 @@ static void on_step(dt_ctx *ctx, const train_row *row, void *user) {
     line_printf(&out, " | comm %.0f%% | bubble %.0f%% | mem %.1f MiB | eta ", 100 * row->comm,
         100 * row->bubble, row->mem[TRAIN_PEAK] / 1048576);
     line_print_time(&out, (double)left * (before > 0 ? j->ms / (double)before : row->ms) / 1000);
+    if (row->outlier != DT_OUTLIER_NONE)
+        line_printf(&out, " | skipped: %s z-score %.2f (%lld so far)",
+            row->outlier == DT_OUTLIER_LOSS ? "loss" : "norm", row->outlier_z,
+            (long long)j->outliers);
     line_printf(&out, "\n");
     if (isfinite(row->val_loss))
         line_printf(&out, "eval %4lld/%s | val loss %.6f on at most %d sequences\n",
@@ -2528,7 +2542,7 @@ static const int fixed_options[] = { O_ARCH, O_LAYERS, O_WIDTH, O_HEADS, O_KV_HE
 static const int changeable_options[] = { O_DROPOUT, O_BALANCE_LOSS, O_Z_LOSS, O_BATCH, O_STEPS,
     O_LR, O_LR_SCHEDULE, O_WARMUP, O_LR_STEPS, O_MIN_LR_RATIO, O_BATCH_RAMP, O_WEIGHT_DECAY, O_CLIP,
     O_BETA1, O_BETA2, O_EPS, O_MOMENTUM, O_LABEL_SMOOTHING, O_FREEZE_STEPS, O_LOSS_SCALE, O_REDUCE,
-    O_TOKENIZER };
+    O_TOKENIZER, O_EMA, O_SKIP_LOSS_Z, O_SKIP_NORM_Z };
 
 /* Returns 1 if option `id` has another value in `then`, the settings of a checkpoint; 0 if it has
    the same value or if the checkpoint does not know the option. Writes the checkpoint's value to

@@ -604,6 +604,18 @@ timeout $((60 * SLOW)) "$B/train_gpt" $deep --log-csv "$dir/memory.csv" >/dev/nu
 cut -d, -f1-3 "$dir/disk.csv" | cmp -s - <(cut -d, -f1-3 "$dir/memory.csv") && rmdir "$dir/disk"
 report $? "a state of $state bytes a rank trains in a tenth of that, as in memory, and leaves nothing on the disk"
 try 1 'rank [0-9]+: .* of a limit of' $needs --dp 4 --zero 1 --mem-limit "$all" --generate 2000
+# ---- EMA of the weights and outlier steps
+for x in "ema --ema 0.5 --dp 2 --zero 1" "ema3 --ema 0.5 --dp 2 --zero 3" "plain --dp 2"; do
+    try 0 '' $tiny --data "$dir/text" --val "$dir/text" --save-model "$dir/of_${x%% *}" ${x#* }
+    grep -o 'val loss [0-9.]*' "$dir/out" >"$dir/val_${x%% *}"
+done
+cmp -s "$dir/of_ema/model.safetensors" "$dir/of_ema3/model.safetensors" && cmp -s "$dir/val_ema" "$dir/val_ema3" &&
+    ! cmp -s "$dir/of_ema/model.safetensors" "$dir/of_plain/model.safetensors" && ! cmp -s "$dir/val_ema" "$dir/val_plain"
+report $? "--ema validates and exports the EMA, alike with --zero 1 and --zero 3"
+try 0 '' ${tiny% *} 140 --data "$dir/text" --dp 2 --lr 0.1 --skip-norm-z 0.01
+grep -Eq '^step +1[23][0-9]/140 .*[|] skipped: norm z-score [0-9.]+ .1 so far.$' "$dir/out"
+report $? "--skip-norm-z says which steps it skipped"
+try 2 'ema 1:' --ema 1
 try 0 '' --print-config --mem-limit 3M
 grep -q '"mem-limit": 3145728' "$dir/out"
 report $? "--mem-limit 3M is 3145728 bytes"

@@ -2857,6 +2857,164 @@ static void broadcast_narrow(void) {
     close_good(ctx, &m, "a 16-bit parameter that is broadcast");
 }
 
+/* ---- scalars of other types, dt_grad_check, dt_print ---- */
+
+/* An f64 loss and f32 terms: the result has the wider type of two scalars, the type of the tensor
+   with dimensions otherwise. The gradients are those of casts by hand. */
+static void mixed_scalars(void) {
+    meter m = METER;
+    dt_ctx *ctx = open_ctx(&m);
+    float x[3] = { 1, -2, 4 }, g[3];
+    double y[3] = { 0.5, 1, 2 };
+    dt_tensor *a = dt_require_grad(dt_input(ctx, DT_F32, DT_SHAPE(3), x));
+    dt_tensor *b = dt_input(ctx, DT_F32, DT_SHAPE(3), (float[]){ 0, 0, 0 });
+    dt_tensor *c = dt_input(ctx, DT_F64, DT_SHAPE(3), y);
+    dt_tensor *loss = dt_mse(a, b, 3), *term = dt_affine(dt_mean_over(a, DT_ALL), 0.5, 1);
+    dt_tensor *sum = dt_add(loss, term), *product = dt_mul(term, loss);
+    CHECK(sum->dtype == DT_F64 && dt_item(sum) == 8.5 && product->dtype == DT_F64 &&
+          dt_item(product) == 10.5);
+    CHECK(dt_sub(term, loss)->dtype == DT_F64 && dt_div(loss, term)->dtype == DT_F64 &&
+          dt_maximum(term, loss)->dtype == DT_F64 && dt_item(dt_less(term, loss)) == 1);
+    dt_tensor *scaled = dt_mul(a, loss), *wide = dt_add(term, c);
+    CHECK(scaled->dtype == DT_F32 && dt_add(loss, a)->dtype == DT_F32 && wide->dtype == DT_F64);
+    dt_read(scaled, g);
+    CHECK(g[0] == 7 && g[1] == -14 && g[2] == 28);
+    dt_tensor *half = dt_cast(term, DT_BF16);
+    CHECK(dt_add(half, term)->dtype == DT_F32 && dt_add(half, a)->dtype == DT_F32);
+    dt_backward(dt_add(sum, product)); /* d loss + d term + loss d term + term d loss */
+    dt__move_now(ctx, g, a->grad, sizeof g);
+    for (int i = 0; i < 3; i++)
+        CHECK_MSG(
+            fabs(g[i] - (x[i] * 2 / 3 * 2.5 + 0.5 / 3 * 8)) < 1e-6, "gradient %d: %.9g", i, g[i]);
+    close_good(ctx, &m, "mixed scalars");
+    m = METER;
+    ctx = open_ctx(&m);
+    a = dt_input(ctx, DT_F32, DT_SHAPE(3), x);
+    CHECK(dt_add(a, dt_input(ctx, DT_F64, DT_SHAPE(3), y)) == NULL &&
+          strstr(dt_error_text(ctx), "types must be equal"));
+    close_ctx(ctx, &m, "mixed tensors");
+    m = METER;
+    ctx = open_ctx(&m);
+    half = dt_input(ctx, DT_F16, DT_SCALAR, x);
+    CHECK(dt_add(half, dt_input(ctx, DT_BF16, DT_SCALAR, x)) == NULL);
+    close_ctx(ctx, &m, "f16 and bf16");
+}
+
+/* y = x^3 by an op of the user; `wrong`: the element whose gradient is off by `error`. */
+typedef struct cube_case {
+    dt_tensor *x, *w;
+    int64_t wrong;
+    double error;
+    int calls;
+} cube_case;
+
+static dt_status cube_back(dt_node *n) {
+    const cube_case *c = *(cube_case *const *)n->saved;
+    const double *x = (const double *)n->in[0]->data, *dy = (const double *)n->out->grad;
+    for (int64_t i = 0; dt_wants(n, 0) && i < dt_count(n->in[0]->shape); i++)
+        ((double *)dt_grad(n, 0))[i] += (3 * x[i] * x[i] + (i == c->wrong ? c->error : 0)) * dy[i];
+    return DT_OK;
+}
+
+static dt_tensor *cube_loss(void *user) {
+    cube_case *c = (cube_case *)user;
+    dt_tensor *y = dt_new(c->x->ctx, DT_F64, c->x->shape);
+    c->calls++;
+    for (int64_t i = 0; y && i < dt_count(y->shape); i++)
+        ((double *)y->data)[i] = pow(((double *)c->x->data)[i], 3);
+    cube_case **saved = (cube_case **)dt_record_saved(
+        y, (dt_record_desc){
+               .name = "cube", .in = { c->x }, .backward = cube_back, .saved_bytes = sizeof c });
+    if (saved) *saved = c;
+    return dt_sum_over(dt_mul(y, c->w), DT_ALL);
+}
+
+static void grad_check(void) {
+    meter m = METER;
+    dt_ctx *ctx = open_ctx(&m);
+    double x[6] = { 0.5, -1, 2, 0.25, 3, -0.75 }, w[6] = { 1, 2, -1, 3, 0.5, 1 }, after[6];
+    dt_tensor *param =
+        dt_param_at(ctx, "w", DT_SHAPE(2, 3), DT_ZEROS, (dt_param_desc){ .dtype = DT_F64 });
+    dt_write(param, w);
+    for (int wrong = -1; wrong < 6; wrong++) {
+        cube_case c = { .x = dt_require_grad(dt_input(ctx, DT_F64, DT_SHAPE(2, 3), x)),
+            .w = param,
+            .wrong = wrong,
+            .error = 0.01 };
+        dt_tensor *inputs[2] = { param, c.x };
+        dt_grad_difference d = dt_grad_check(ctx, cube_loss, &c, inputs, 2, 0);
+        CHECK(c.calls == 1 + 4 * 6);
+        if (wrong < 0) CHECK_MSG(d.difference < 1e-8, "dt_grad_check: %.2e", d.difference);
+        double right = wrong < 0 ? 0 : 3 * x[wrong] * x[wrong] * w[wrong];
+        if (wrong >= 0)
+            CHECK_MSG(d.tensor == c.x && d.element == wrong && fabs(d.numeric - right) < 1e-6 &&
+                          fabs(d.gradient - right - 0.01 * w[wrong]) < 1e-9 &&
+                          fabs(d.difference - fabs(0.01 * w[wrong]) / fmax(1, fabs(right))) < 1e-7,
+                "dt_grad_check: element %d of %s: %.3g and %.3g, %.3g", (int)d.element,
+                d.tensor ? d.tensor->name : "none", d.gradient, d.numeric, d.difference);
+        dt_read(c.x, after);
+        CHECK(memcmp(after, x, sizeof x) == 0);
+        dt_read(param, after);
+        CHECK(memcmp(after, w, sizeof w) == 0);
+        dt_reset(ctx);
+    }
+    close_good(ctx, &m, "dt_grad_check");
+    for (int kind = 0; kind < 3; kind++) {
+        m = METER;
+        ctx = open_ctx(&m);
+        cube_case c = { .x = dt_input(ctx, kind == 1 ? DT_F32 : DT_F64, DT_SHAPE(2), x) };
+        if (kind == 1) dt_require_grad(c.x);
+        dt_grad_difference d = dt_grad_check(ctx, kind == 2 ? NULL : cube_loss, &c, &c.x, 1, 0);
+        CHECK(d.difference == HUGE_VAL && !d.tensor && dt_error(ctx) == DT_ERR_ARG);
+        close_ctx(ctx, &m, "dt_grad_check, refused");
+    }
+    CHECK(dt_grad_check(NULL, cube_loss, NULL, NULL, 0, 0).difference == HUGE_VAL);
+}
+
+typedef struct printed {
+    char text[4000];
+    size_t used;
+} printed;
+static void print_log(void *user, int level, int rank, const char *text) {
+    printed *p = (printed *)user;
+    (void)rank;
+    if (level == DT_LOG_NOTICE)
+        p->used += (size_t)snprintf(p->text + p->used, sizeof p->text - p->used, "%s\n", text);
+}
+
+static void check_print(dt_ctx *ctx, printed *p, dt_tensor *t, const char *expected) {
+    p->used = 0;
+    p->text[0] = 0;
+    dt_print(t);
+    CHECK_MSG(strcmp(p->text, expected) == 0, "dt_print:\n%s", p->text);
+    CHECK(dt_error(ctx) == DT_OK);
+}
+
+static void print(void) {
+    printed p = { .used = 0 };
+    dt_host host = *dt_host_default();
+    static float many[60 * 20];
+    host.user = &p;
+    host.log = print_log;
+    dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .host = &host });
+    float x[6] = { 1, -2.5f, NAN, 1e-7f, 123456, INFINITY };
+    int64_t ids[3] = { 7, -1, (int64_t)1 << 60 };
+    for (int i = 0; i < 1200; i++) many[i] = (float)i;
+    check_print(ctx, &p, dt_input(ctx, DT_F32, DT_SHAPE(2, 3), x),
+        "dt_input f32 (2,3)\n[[1, -2.5, nan],\n [1e-07, 1.2346e+05, inf]]\n");
+    check_print(ctx, &p, dt_input(ctx, DT_F32, DT_SCALAR, x), "dt_input f32 (): 1\n");
+    check_print(ctx, &p, dt_input(ctx, DT_I64, DT_SHAPE(1, 1, 3), ids),
+        "dt_input i64 (1,1,3)\n[[[7, -1, 1152921504606846976]]]\n");
+    check_print(ctx, &p, dt_input(ctx, DT_F32, DT_SHAPE(0, 3), x), "dt_input f32 (0,3)\n[]\n");
+    check_print(ctx, &p, dt_input(ctx, DT_F32, DT_SHAPE(60, 20), many),
+        "dt_input f32 (60,20)\n[[0, 1, 2, ..., 17, 18, 19],\n [20, 21, 22, ..., 37, 38, 39],\n"
+        " [40, 41, 42, ..., 57, 58, 59],\n ...,\n [1140, 1141, 1142, ..., 1157, 1158, 1159],\n"
+        " [1160, 1161, 1162, ..., 1177, 1178, 1179],\n"
+        " [1180, 1181, 1182, ..., 1197, 1198, 1199]]\n");
+    dt_print(NULL);
+    dt_ctx_free(ctx);
+}
+
 int main(int argc, char **argv) {
     if (argc > 1) golden_folder = argv[1];
     test_finite_differences();
@@ -2874,5 +3032,8 @@ int main(int argc, char **argv) {
     chunk_scratch();
     recompute_bits();
     broadcast_narrow();
+    mixed_scalars();
+    grad_check();
+    print();
     return check_done("test_ops");
 }
