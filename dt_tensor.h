@@ -1341,6 +1341,11 @@ typedef struct dt_param_desc {
     int no_decay;
     double lr_scale; /* 0 means 1 */
     dt_dtype dtype;  /* 0 means DT_F32 */
+    /* How many of the leading dimensions count matrices, for optimizers that treat matrices as a
+       whole (Muon): experts (E,F,C) are E matrices with 1, gate and up (2,F,C) two. The last
+       dimension is the matrix's columns, the dimensions between are its rows: with 0, (H,D,C) is
+       one matrix (H*D,C). At most the number of dimensions minus 2 */
+    int matrices;
 } dt_param_desc;
 
 /* Local slice: the part of a full logical tensor that a rank holds. If the group's size does not
@@ -1364,6 +1369,7 @@ struct dt_param_info { /* the data of a parameter besides its tensor; read-only 
     int scope;            /* number of dt_scope and dt_stage calls before its registration */
     int stage;            /* from dt_stage */
     int group;            /* parameter group (dt_zero.h): parameters of a bucket have the same */
+    int by_matrix;        /* 1: Muon updates it (dt_zero.h); also equal in a bucket */
     dt_bucket *bucket;    /* NULL until dt_buckets_make */
     size_t offset, count; /* offset in the bucket and local size, in elements */
     int grad_started;     /* 1: an op has written this micro-batch's gradient */
@@ -3728,6 +3734,10 @@ static dt_status dt__param_check(
     if (!(d.lr_scale >= 0 && d.lr_scale < HUGE_VAL))
         return dt_fail(ctx, DT_ERR_ARG,
             "dt_param(%s): lr_scale %g; it must be finite and not negative", name, d.lr_scale);
+    if (d.matrices < 0 || (d.matrices > 0 && d.matrices > full.nd - 2))
+        return dt_fail(ctx, DT_ERR_ARG,
+            "dt_param(%s): %d dimensions of %s count matrices; a matrix needs 2 more", name,
+            d.matrices, dt__shape_text(full).s);
     if (dt_dtype_size(d.dtype) == 0 || dt__integer(d.dtype))
         return dt_fail(ctx, DT_ERR_ARG, "dt_param(%s): type %s; use f32, bf16, f16 or f64", name,
             dt_dtype_name(d.dtype));
@@ -3799,7 +3809,8 @@ dt_tensor *dt_param_find(const dt_ctx *ctx, const char *name) {
 static int dt__same_bucket(const dt_tensor *a, const dt_tensor *b) {
     const dt_param_desc *x = &a->param->desc, *y = &b->param->desc;
     if (a->dtype != b->dtype || a->param->scope != b->param->scope ||
-        a->param->group != b->param->group || !x->frozen != !y->frozen)
+        a->param->group != b->param->group || a->param->by_matrix != b->param->by_matrix ||
+        !x->frozen != !y->frozen)
         return 0;
     for (int i = 0; i < 3; i++)
         if (x->shards[i].comm != y->shards[i].comm) return 0;

@@ -72,13 +72,14 @@
     13. I/O thread (background I/O, a disk that does not answer)
     14. Offload (CPU offload, NVMe offload)
     15. 1-bit Adam (error feedback, gradient compression)
-    16. Making, stepping, freeing
-    17. Memory account: code
-    18. Checkpoints: files (atomic commit: write, fsync, rename, fsync)
-    19. Checkpoints: contents (digests, list of tensors)
-    20. Checkpoints: saving (background save)
-    21. Checkpoints: opening, closing, export
-    22. Checkpoints: loading (resharding)
+    16. Muon (Newton-Schulz iteration, orthogonalized momentum)
+    17. Making, stepping, freeing
+    18. Memory account: code
+    19. Checkpoints: files (atomic commit: write, fsync, rename, fsync)
+    20. Checkpoints: contents (digests, list of tensors)
+    21. Checkpoints: saving (background save)
+    22. Checkpoints: opening, closing, export
+    23. Checkpoints: loading (resharding)
 
    CONTRACT
      Memory     The context owns the training state and frees it. dt_zero_make allocates parameters
@@ -89,9 +90,10 @@
                 these each ZeRO stage divides by n. DT_MEM_COMM counts gathered parameters and
                 gradients that are being reduced: at stage 2 the gradients of three buckets, at
                 stage 3 also the parameters of the current block and of the next block. 1-bit Adam
-                on N ranks adds error arrays: 4 + 4/N bytes per element. At stage 3 a parameter's
-                `data` is NULL outside of the block that uses the parameter: read the values with
-                dt_read or dt_data.
+                on N ranks adds error arrays: 4 + 4/N bytes per element. Muon has one state array
+                for matrices, 4 bytes per element instead of Adam's 8, and buffers during the update
+                (section 16). At stage 3 a parameter's `data` is NULL outside of the block that uses
+                the parameter: read the values with dt_read or dt_data.
      Types      f32, f64, bf16 and f16. Mixed precision: bf16 and f16 parameters have f32 gradients,
                 and an f32 master weight in the optimizer state. The update changes the master
                 weight and rounds it to the parameter. The first step copies the master weight from
@@ -204,7 +206,11 @@ typedef struct dt_scale_desc {
 #define DT_SCALE_DYNAMIC (-1.0)
 enum { DT_MAX_SKIPS = 20 }; /* skipped steps in a row after which dt_zero_step fails */
 
-enum { DT_ADAMW = 0, DT_ADAM, DT_SGD, DT_ONEBIT_ADAM, DT_OPTIMIZER_CUSTOM };
+enum { DT_ADAMW = 0, DT_ADAM, DT_SGD, DT_ONEBIT_ADAM, DT_OPTIMIZER_CUSTOM, DT_MUON };
+/* Muon: the factor of the orthogonalized momentum of a (rows,columns) matrix. MATCH_RMS is 0.2
+   sqrt(max(rows, columns)), with which Muon works at AdamW's learning rates and weight decay
+   (arXiv:2502.16982); ORIGINAL is sqrt(max(1, rows / columns)) */
+enum { DT_MUON_MATCH_RMS = 0, DT_MUON_ORIGINAL };
 
 /* Parameter group (param_groups of PyTorch): an optimizer for some of the parameters, with its own
    settings and step count. A parameter belongs to the first group that has a pattern for its name;
@@ -218,6 +224,7 @@ typedef struct dt_param_group {
     /* as in dt_zero_desc, with the same defaults; not DT_ONEBIT_ADAM */
     int optimizer;
     double beta1, beta2, eps, momentum, weight_decay;
+    int muon_scale, no_nesterov;
     double lr_scale; /* multiplies the learning rate of the step; 0 means 1 */
     /* DT_OPTIMIZER_CUSTOM, as in dt_zero_desc */
     dt_update_fn update;
@@ -249,11 +256,16 @@ typedef struct dt_zero_desc {
     int keep_gathered;
     const dt_mesh *mesh; /* dt_zero_make copies the mesh. NULL: all ranks are data parallel */
     /* DT_ADAMW (arXiv:1711.05101), DT_ADAM (L2 added to the gradient), DT_SGD, DT_ONEBIT_ADAM
-       (arXiv:2102.02888; section 15), DT_OPTIMIZER_CUSTOM */
+       (arXiv:2102.02888; section 15), DT_OPTIMIZER_CUSTOM, DT_MUON (section 16): parameters with 2
+       dimensions or more by Muon, the others by AdamW. Muon is for the matrices of hidden layers:
+       put embeddings and the output head into a group of DT_ADAMW. Not with offload */
     int optimizer;
     double beta1, beta2; /* beta1: 0 means 0.9; beta2: 0 means 0.999 */
     double eps;          /* 0 means 1e-8 */
-    double momentum;     /* DT_SGD: momentum; 0: no momentum and no optimizer state */
+    /* DT_SGD: momentum; 0: no momentum and no optimizer state. DT_MUON: 0 means 0.95 */
+    double momentum;
+    int muon_scale;  /* DT_MUON_* */
+    int no_nesterov; /* 1: Muon orthogonalizes the momentum itself, without Nesterov's look-ahead */
     /* 1-bit Adam: number of steps of plain Adam before the second moment is frozen. Choose at least
        the number of warmup steps of the learning rate, and about 1/(1 - beta2) or more. 1-bit Adam
        works only at stage 0, without `tree` and without offload */
@@ -737,7 +749,7 @@ enum {
 /* A parameter group. */
 typedef struct dt__param_group {
     dt_param_group desc; /* with defaults filled in; desc.params is a copy, or NULL of group 0 */
-    int states;          /* number of state arrays */
+    int states;          /* number of state arrays, except of parameters that Muon updates */
     int64_t step;        /* steps that the group has taken */
     int trained;         /* parameters of all ranks that are not frozen (dt_zero_freeze) */
     double lr;           /* of the current step, with desc.lr_scale */
@@ -751,6 +763,7 @@ typedef struct dt__zero_bucket {
     /* tied embeddings: pipeline stages that share the parameters, or NULL */
     dt_comm *tied_group;
     dt__param_group *group; /* the parameter group of all its parameters */
+    int states;             /* number of state arrays */
     int disk_slot;          /* NVMe offload: the slot of the file that holds its arrays */
     size_t offset, count;   /* the shard that this rank reduces and updates */
     void *state[2];         /* optimizer state: (count) each, of the gradient's type */
@@ -816,6 +829,8 @@ typedef struct dt__bad_grad {
     int loss_micro; /* the first micro-batch whose loss is not finite on the rank; else -1 */
 } dt__bad_grad;
 
+typedef struct dt__muon dt__muon;
+
 struct dt_zero {
     dt_ctx *ctx;
     dt_zero_desc desc;
@@ -844,6 +859,7 @@ struct dt_zero {
     /* 1-bit Adam: the signs to send, then the received signs */
     void *messages;
     size_t messages_bytes;
+    dt__muon *muon; /* NULL if no parameter group uses Muon */
     int64_t step;
     dt_outlier norms, losses; /* the last ones */
     double loss;              /* of the next step, from dt_zero_loss; else NaN */
@@ -880,6 +896,13 @@ static dt_status dt__onebit_square_sums(dt_zero *zero);
 static int dt__onebit_at_fault(dt_zero *zero, const dt_bucket *bucket, size_t piece_index);
 static dt_status dt__onebit_momentum(dt_zero *zero, dt__zero_bucket *z, double grad_scale);
 
+/* Muon (section 16). */
+static dt_status dt__muon_check(dt_ctx *ctx, const dt_zero_desc *d, const dt_param_group *g);
+static dt_status dt__muon_make(dt_zero *zero);
+static void dt__muon_free(dt_zero *zero);
+static dt_status dt__muon_update(dt_zero *zero, double grad_scale);
+static double dt__muon_scale(const dt_param_group *d, const dt_tensor *t);
+
 /* Returns the size in bytes of one element of the gradients and of the optimizer state. */
 static size_t dt__zero_element_size(const dt__zero_bucket *z) {
     return dt_dtype_size(z->bucket.grad_dtype);
@@ -912,11 +935,11 @@ static int dt__zero_steps_now(const dt__zero_bucket *z) {
 
 /* Returns 1 if a bucket has an array (DT__STATE_0 to DT__PARAMS) with values. */
 static int dt__zero_has_array(const dt_zero *zero, const dt_bucket *bucket, int array) {
-    const dt__param_group *group = ((const dt__zero_bucket *)bucket)->group;
+    const dt__zero_bucket *z = (const dt__zero_bucket *)bucket;
     if (array == DT__PARAMS || bucket->frozen) return array == DT__PARAMS;
-    if (array == DT__EMA) return group->step > 0 && zero->desc.ema_decay > 0;
-    return array == DT__MASTER ? group->step > 0 && dt__zero_has_master(bucket)
-                               : array < group->states;
+    if (array == DT__EMA) return z->group->step > 0 && zero->desc.ema_decay > 0;
+    return array == DT__MASTER ? z->group->step > 0 && dt__zero_has_master(bucket)
+                               : array < z->states;
 }
 
 /* Returns the coordinate of a world rank along pp. */
@@ -1037,7 +1060,9 @@ static void dt__zero_on_shard(dt_bucket *bucket, void *user) {
     z->data_group = groups->data;
     z->shard_group = groups->shard;
     z->replica_group = groups->replicas;
-    z->group = &zero->param_groups[dt_param_get(zero->ctx, bucket->first_param)->param->group];
+    const dt_param_info *first = dt_param_get(zero->ctx, bucket->first_param)->param;
+    z->group = &zero->param_groups[first->group];
+    z->states = first->by_matrix ? 1 : z->group->states; /* Muon: only the momentum */
     z->tied_group = bucket->frozen ? NULL : dt__tied_group(zero, bucket);
     if (z->tied_group) ((dt_group *)z->tied_group)->pipeline = 1; /* no axis of placements */
     size_t pad =
@@ -1059,7 +1084,7 @@ static dt_status dt__zero_bucket_make(dt_zero *zero, dt__zero_bucket *z) {
     dt_ctx *ctx = zero->ctx;
     dt_mem mem = dt__in_host(zero->desc.offload_optim) ? DT_MEM_HOST : DT_MEM_OPTIM;
     size_t bytes = dt__on_disk(zero->desc.offload_optim) ? 0 : z->count * dt__zero_element_size(z);
-    for (int s = 0; s < z->group->states && !z->bucket.frozen && bytes; s++) {
+    for (int s = 0; s < z->states && !z->bucket.frozen && bytes; s++) {
         z->state[s] = dt_alloc(ctx, mem, bytes, "optimizer state");
         if (!z->state[s]) return dt_error(ctx);
         if (mem == DT_MEM_HOST)
@@ -1199,16 +1224,22 @@ static dt__text dt__optimizer_describe(const dt_zero *zero) {
         "decay %g, clip %g, freeze %d, others #%06x",
         z->optimizer, z->stage, z->shard_group, z->tree ? ", tree" : "", z->loss_scale, z->beta1,
         z->beta2, z->eps, z->momentum, z->weight_decay, z->clip, z->freeze_steps, (unsigned)others);
+    if (z->optimizer == DT_MUON)
+        dt__put(&text, ", Muon's scale %d%s", z->muon_scale, z->no_nesterov ? ", no Nesterov" : "");
     if (z->group_count > 0) dt__put(&text, ", %d parameter groups", z->group_count);
     return text;
 }
 
 static dt__text dt__group_describe(const dt__param_group *group) {
     const dt_param_group *g = &group->desc;
-    return dt__format("the parameter group '%.200s': optimizer %d, betas %g %g, eps %g, momentum "
-                      "%g, decay %g, lr_scale %g, %d states",
-        g->params, g->optimizer, g->beta1, g->beta2, g->eps, g->momentum, g->weight_decay,
-        g->lr_scale, group->states);
+    dt__text text =
+        dt__format("the parameter group '%.200s': optimizer %d, betas %g %g, eps %g, momentum "
+                   "%g, decay %g, lr_scale %g, %d states",
+            g->params, g->optimizer, g->beta1, g->beta2, g->eps, g->momentum, g->weight_decay,
+            g->lr_scale, group->states);
+    if (g->optimizer == DT_MUON)
+        dt__put(&text, ", Muon's scale %d%s", g->muon_scale, g->no_nesterov ? ", no Nesterov" : "");
+    return text;
 }
 
 /* Describes an item, that is, something that ranks must have in common: item 0 is the optimizer,
@@ -1227,6 +1258,7 @@ static dt__text dt__item_describe(const dt_zero *zero, int item, int with_rank) 
         p->init.kind >= 0 && p->init.kind < 4 ? inits[p->init.kind] : "?", p->init.scale,
         p->bucket->index, d->frozen ? ", frozen" : "", d->no_decay ? ", no_decay" : "");
     if (d->lr_scale != 0) dt__put(&text, ", lr_scale %g", d->lr_scale);
+    if (d->matrices) dt__put(&text, ", matrices %d", d->matrices);
     for (int i = 0; i < 3; i++)
         if (d->shards[i].comm)
             dt__put(&text, ", shard %d:%d/%d", d->shards[i].dim,
@@ -1383,13 +1415,13 @@ enum { DT__COPIED = DT__PARAMS + 1 }; /* arrays of a parameter that can have rep
 
 static int dt__copied_array(size_t index) { return DT__PARAMS - (int)(index % DT__COPIED); }
 
-static const char *dt__copied_name(const dt__param_group *group, int array) {
+static const char *dt__copied_name(const dt__param_group *group, int by_matrix, int array) {
     int optimizer = group->desc.optimizer,
         adam = optimizer != DT_SGD && optimizer != DT_OPTIMIZER_CUSTOM;
     if (array == DT__PARAMS) return "values";
     if (array == DT__MASTER) return "master weights";
     if (array == DT__EMA) return "EMA";
-    if (optimizer == DT_SGD) return "momentum";
+    if (optimizer == DT_SGD || by_matrix) return "momentum";
     if (array == DT__STATE_0) return adam ? "first moments" : "state 0";
     return adam ? "second moments" : "state 1";
 }
@@ -1464,7 +1496,8 @@ static dt_status dt__replicas_fail(dt__replica_check *c, size_t index, const dt_
     const dt_zero *zero = c->zero;
     const dt_tensor *t = dt_param_get(zero->ctx, (int)(index / DT__COPIED));
     const dt__param_group *group = &zero->param_groups[t->param->group];
-    const char *name = t->name, *copied = dt__copied_name(group, dt__copied_array(index));
+    const char *name = t->name,
+               *copied = dt__copied_name(group, t->param->by_matrix, dt__copied_array(index));
     if (zero->agreed_step < 0)
         return dt_fail(zero->ctx, DT_ERR_COMM,
             "%s: rank %d starts from %s of %s that differ from rank %d's: pass the same values to "
@@ -2769,16 +2802,18 @@ static dt_status dt__zero_update_param(dt_zero *zero, dt__update_batch *batch,
         if (status != DT_OK) return dt_fail(zero->ctx, status, "the update of %s", f->tensor->name);
         return narrow ? DT__UPDATE(zero, f->tensor->name, cast, &a) : DT_OK;
     }
-    if (d->optimizer == DT_SGD) {
+    /* the gradient of a matrix is now its orthogonalized momentum: subtract it, with the decay */
+    int by_matrix = f->tensor->param->by_matrix;
+    if (d->optimizer == DT_SGD || by_matrix) {
         dt_sgd_args a = { .dtype = type,
             .param = f->param,
             .grad = f->grad,
             .momentum_buffer = f->state[0],
             .count = f->count,
             .lr = f->lr,
-            .momentum = d->momentum,
+            .momentum = by_matrix ? 0 : d->momentum,
             .weight_decay = f->weight_decay,
-            .grad_scale = f->grad_scale,
+            .grad_scale = by_matrix ? dt__muon_scale(d, f->tensor) : f->grad_scale,
             .step = f->step,
             .model_dtype = f->tensor->dtype,
             .model_param = narrow };
@@ -2874,7 +2909,7 @@ static dt_status dt__zero_update_span(
             .weight_decay = decays ? group->desc.weight_decay : 0,
             .step = group->step + 1 };
         void *narrow = s->master ? value : NULL;
-        for (int k = 0; k < group->states; k++) f.state[k] = (char *)s->state[k] + at * size;
+        for (int k = 0; k < z->states; k++) f.state[k] = (char *)s->state[k] + at * size;
         if (dt__zero_update_param(zero, &batch, &group->desc, &f, narrow) != DT_OK)
             return dt_error(zero->ctx);
     }
@@ -2950,6 +2985,7 @@ static dt_status dt__zero_update_all(dt_zero *zero, double grad_scale) {
             return dt_error(zero->ctx);
     }
     if (offloaded && dt__offload_update(zero, grad_scale) != DT_OK) return dt_error(zero->ctx);
+    if (zero->muon && dt__muon_update(zero, grad_scale) != DT_OK) return dt_error(zero->ctx);
     for (int u = 0; u <= zero->n_buckets; u++) {
         dt__zero_bucket *z = u < zero->n_buckets ? &zero->buckets[u] : NULL;
         if (z && !dt__zero_steps_now(z)) z = NULL;
@@ -3362,7 +3398,7 @@ static int dt__grads_on_disk(const dt_zero *zero) {
 /* Returns the bytes of an array (DT__STATE_0 to DT__GRAD) of a bucket in the file, 0 if none. */
 static size_t dt__disk_array_bytes(const dt_zero *zero, const dt_bucket *bucket, int array) {
     size_t count = ((const dt__zero_bucket *)bucket)->count;
-    int states = ((const dt__zero_bucket *)bucket)->group->states,
+    int states = ((const dt__zero_bucket *)bucket)->states,
         present = array == DT__MASTER ? dt__zero_has_master(bucket) : array < states;
     if (array == DT__EMA) present = zero->desc.ema_decay > 0;
     present &= dt__on_disk(zero->desc.offload_optim) && !bucket->frozen;
@@ -3498,7 +3534,7 @@ static dt_status dt__chunks_make(dt_zero *zero) {
         if (dt__zero_element_size(z) > element) element = dt__zero_element_size(z);
         if (z->count > longest) longest = z->count;
         masters |= dt__zero_has_master(&z->bucket);
-        if (z->group->states > states) states = z->group->states;
+        if (z->states > states) states = z->states;
     }
     zero->chunk_elements = zero->desc.offload_chunk ? zero->desc.offload_chunk : (size_t)1 << 17;
     if (zero->chunk_elements > longest) zero->chunk_elements = longest;
@@ -3935,7 +3971,614 @@ static dt_status dt__onebit_momentum(dt_zero *zero, dt__zero_bucket *z, double g
     return DT_OK;
 }
 
-// ==== 16. Making, stepping, freeing =============================================================
+// ==== 16. Muon ==================================================================================
+
+/* Muon (K. Jordan et al., https://kellerjordan.github.io/posts/muon/; distributed as in J. Liu et
+   al., "Muon is Scalable for LLM Training", arXiv:2502.16982). The update of a matrix is its
+   momentum, orthogonalized: all singular values become about 1. With the gradient g:
+
+       momentum         m = mu m + (1 - mu) g;  u = mu m + (1 - mu) g (Nesterov), or u = m
+       Newton-Schulz    x = u / |u|_F, then 5 times  x = 3.4445 x + (-4.7750 a + 2.0315 a a) x,
+                        where a = x x^T; if x has more rows than columns, the same on x^T
+       update           p -= lr (scale x + weight_decay p), scale = 0.2 sqrt(max(rows, columns))
+
+   The iteration needs the whole matrix, but each rank has only pieces of it: tp and ep shard the
+   parameter, ZeRO shards the momentum. So each matrix has an owner, one of the ranks that hold a
+   piece. The owner gathers the pieces, runs Newton-Schulz once, and sends each rank its piece of
+   the result, which overwrites the gradient there. The ranks of a pipeline stage share the work:
+
+       rank 0   [a][b][c]    \          / owner of matrix 0:  gather a0 b0 c0 -> x -> pieces \
+       rank 1   [a][b][c]     > pieces <  owner of matrix 1:  gather a1 b1 c1 -> x -> pieces  > ...
+       rank 2   [a][b][c]    /          \ owner of matrix 2:  gather a2 b2 c2 -> x -> pieces /
+
+   A piece that several ranks hold is sent by one of them, and each gets the result. The owners are
+   chosen by the cost rows * columns * min(rows, columns), the most expensive matrix first, each for
+   the rank with the least work so far. The arithmetic of a matrix does not depend on its owner, so
+   the bits are the same in every layout in which the bits of the gradients are.
+
+   Rounds bound the memory: in a round an owner gathers matrices of at most bucket_bytes, or one
+   matrix. Pieces travel as an all-to-all of pairs: in step d rank r exchanges with r + d and
+   r - d. Let M be the larger of bucket_bytes and the bytes of the largest matrix (but no more than
+   all matrices that one rank owns), and S the largest number of rows or columns, whichever is
+   smaller in a matrix. From the first update on a rank holds at most 2 M bytes of DT_MEM_COMM (one
+   message to send, one received; 0 if the stage has one rank), and of DT_MEM_TEMP 2 M bytes and
+   2 S^2 elements (the gathered matrices; the next x, a and a a of one of them). 160 bytes of
+   DT_MEM_HOST for each parameter and rank of the stage say which rank holds what. A stage of N
+   ranks that hold equal parts sends (N-1)/N of all elements to the owners, and as much back; ranks
+   with copies of the momentum (ZeRO-0) send only results, N-1 times. */
+
+/* Which elements of a parameter's momentum a rank holds: elements [from, to) of its local slice.
+   first_copy: the lowest rank that holds exactly the same ones. */
+typedef struct dt__muon_shard {
+    dt_local_slice slice;
+    int64_t from, to;
+    int first_copy;
+} dt__muon_shard;
+
+typedef struct dt__muon_matrix {
+    int slot;                  /* of the parameter, in dt__muon.params */
+    int64_t index, rows, cols; /* index: among the matrices of the parameter */
+    int owner, round, steps;   /* steps: 1 if it takes part in the current step */
+    size_t at, bytes;          /* its place in the owner's `gathered` */
+} dt__muon_matrix;
+
+struct dt__muon {
+    dt_comm *group; /* the ranks of this pipeline stage */
+    int ranks, me;
+    const dt_tensor **params;  /* (n_params) the parameters that Muon updates */
+    dt__muon_shard *shards;    /* (n_params, ranks) */
+    dt__muon_matrix *matrices; /* (n_matrices) of all ranks, in the order of rounds */
+    int n_params, n_matrices, n_rounds;
+    int *round_end; /* (n_rounds) index of the first matrix after the round */
+    double *sums;   /* (n_sums) sums of squares of a matrix, one for each DT_PIECE elements */
+    size_t n_sums, gathered_bytes, work_bytes, message_bytes;
+    char *gathered, *work, *message[2]; /* during an update; message: [0] to send, [1] received */
+};
+
+static dt__muon_shard *dt__muon_shard_of(const dt__muon *m, int slot, int rank) {
+    return &m->shards[slot * m->ranks + rank];
+}
+
+/* Returns the bucket of a parameter in m->params. */
+static const dt__zero_bucket *dt__muon_bucket(const dt_zero *zero, int slot) {
+    return &zero->buckets[zero->muon->params[slot]->param->bucket->index];
+}
+
+/* Returns 1 if a parameter is updated in this step: its group steps, and it is not frozen. */
+static int dt__muon_steps(const dt_zero *zero, int slot) {
+    return dt__zero_steps_now(dt__muon_bucket(zero, slot)) && zero->muon->params[slot]->needs_grad;
+}
+
+/* ---- pieces of a matrix ---- */
+
+/* Iterates over the elements of a matrix that a rank holds, as blocks: `rows` runs of `count`
+   elements, which begin at `local` in the local slice and at `at` in the matrix. The strides are
+   those from one run to the next. */
+typedef struct dt__muon_block {
+    int64_t local, at, count, rows, local_stride, stride;
+} dt__muon_block;
+typedef struct dt__muon_walk {
+    dt__slice_walk runs;
+    const dt__muon_shard *shard;
+    int64_t base;        /* index of the matrix's first element in the local slice */
+    dt__muon_block next; /* a run that is not part of the last block; count 0: none */
+} dt__muon_walk;
+
+static dt__muon_walk dt__muon_begin(const dt__muon *m, const dt__muon_matrix *x, int rank) {
+    dt__muon_walk w;
+    memset(&w, 0, sizeof w);
+    w.shard = dt__muon_shard_of(m, x->slot, rank);
+    const dt_param_info *p = m->params[x->slot]->param;
+    dt_local_slice inner; /* the matrix's part of the slice: its trailing dimensions */
+    dt_shape shape = { .nd = p->full.nd - p->desc.matrices };
+    memset(&inner, 0, sizeof inner);
+    int64_t size = 1, index = x->index, outside = 0;
+    for (int i = p->full.nd - 1; i >= 0; i--) {
+        const dt_local_slice *s = &w.shard->slice;
+        int at = i - p->desc.matrices;
+        if (at >= 0) {
+            shape.d[at] = p->full.d[i];
+            inner.lo[at] = s->lo[i], inner.n[at] = s->n[i], inner.inside[at] = s->inside[i];
+        } else {
+            int64_t of_dim = index % p->full.d[i] - s->lo[i];
+            index /= p->full.d[i];
+            outside |= of_dim < 0 || of_dim >= s->inside[i];
+            w.base += of_dim * size;
+        }
+        size *= s->n[i];
+    }
+    w.runs = dt__slice_begin(shape, inner);
+    w.runs.done |= outside != 0;
+    return w;
+}
+
+/* Sets w->next to the next run of elements of the rank's momentum; its count is 0 at the end. */
+static void dt__muon_run(dt__muon_walk *w) {
+    w->next.count = 0;
+    while (w->next.count == 0 && dt__slice_next(&w->runs)) {
+        int64_t begin = w->base + w->runs.local, end = begin + w->runs.count;
+        int64_t from = begin > w->shard->from ? begin : w->shard->from;
+        int64_t to = end < w->shard->to ? end : w->shard->to;
+        if (from < to)
+            w->next = (dt__muon_block){
+                .local = from, .at = w->runs.global + from - begin, .count = to - from, .rows = 1
+            };
+    }
+}
+
+static int dt__muon_next(dt__muon_walk *w, dt__muon_block *block) {
+    if (w->next.count == 0) dt__muon_run(w);
+    *block = w->next;
+    if (block->count == 0) return 0;
+    for (dt__muon_run(w); w->next.count == block->count; dt__muon_run(w)) {
+        int64_t local_stride =
+                    w->next.local - block->local - (block->rows - 1) * block->local_stride,
+                stride = w->next.at - block->at - (block->rows - 1) * block->stride;
+        if (block->rows > 1 && (local_stride != block->local_stride || stride != block->stride))
+            break;
+        block->local_stride = local_stride;
+        block->stride = stride;
+        block->rows++;
+    }
+    return 1;
+}
+
+/* Returns the number of elements of a matrix whose momentum a rank holds. */
+static int64_t dt__muon_count(const dt__muon *m, const dt__muon_matrix *x, int rank) {
+    int64_t count = 0;
+    dt__muon_block b;
+    dt__muon_walk w = dt__muon_begin(m, x, rank);
+    while (dt__muon_next(&w, &b)) count += b.rows * b.count;
+    return count;
+}
+
+/* Returns 1 if a rank sends its piece to the owner: of several copies the owner's own, else that of
+   the lowest rank. */
+static int dt__muon_sends(const dt__muon *m, const dt__muon_matrix *x, int rank) {
+    int copy = dt__muon_shard_of(m, x->slot, rank)->first_copy;
+    return dt__muon_shard_of(m, x->slot, x->owner)->first_copy == copy ? rank == x->owner
+                                                                       : rank == copy;
+}
+
+/* ---- one round: gather, orthogonalize, send back ---- */
+
+/* Moves a piece of a matrix between this rank's two arrays, or between an array and a message.
+   owner: where the piece is in the gathered matrix, holder: in the holder's gradient; each is NULL
+   on another rank, where `message` takes its place. back: 1 from the owner to the holder. */
+static dt_status dt__muon_copy(dt_zero *zero, const dt__muon_block *b, size_t size, char *owner,
+    char *holder, char *message, int back) {
+    size_t dense = (size_t)b->count * size;
+    size_t owner_stride = owner ? (size_t)b->stride * size : dense;
+    size_t holder_stride = holder ? (size_t)b->local_stride * size : dense;
+    if (!owner) owner = message;
+    if (!holder) holder = message;
+    dt_copy_args a = { .out = back ? holder : owner,
+        .in = back ? owner : holder,
+        .rows = (size_t)b->rows,
+        .row_bytes = dense,
+        .out_stride = back ? holder_stride : owner_stride,
+        .in_stride = back ? owner_stride : holder_stride };
+    if (b->rows == 1) a.out_stride = a.in_stride = dense;
+    return DT__KERNEL(zero->ctx, "Muon", copy, &a);
+}
+
+/* Moves all pieces of the round's matrices of `owner` that `holder` has, to or from a message. One
+   of the two is this rank. Returns the message's bytes. If `message` is NULL, only counts. */
+static size_t dt__muon_pieces(
+    dt_zero *zero, int round, int owner, int holder, int back, char *message) {
+    dt__muon *m = zero->muon;
+    size_t done = 0;
+    for (int i = round ? m->round_end[round - 1] : 0; i < m->round_end[round]; i++) {
+        const dt__muon_matrix *x = &m->matrices[i];
+        const dt__zero_bucket *z = dt__muon_bucket(zero, x->slot);
+        size_t size = dt__zero_element_size(z), first = m->params[x->slot]->param->offset;
+        if (!x->steps || x->owner != owner || (!back && !dt__muon_sends(m, x, holder))) continue;
+        dt__muon_block b;
+        dt__muon_walk w = dt__muon_begin(m, x, holder);
+        while (dt__muon_next(&w, &b)) {
+            char *at = NULL, *grad = NULL;
+            if (message && m->me == owner) at = m->gathered + x->at + (size_t)b.at * size;
+            if (message && m->me == holder)
+                grad = (char *)dt__zero_element(
+                    z, dt__zero_grad_shard(z), first + (size_t)b.local - z->offset);
+            if (message && dt__muon_copy(zero, &b, size, at, grad, message + done, back) != DT_OK)
+                return 0;
+            done += (size_t)(b.rows * b.count) * size;
+        }
+    }
+    return done;
+}
+
+/* All-to-all by pairs. Gathers the pieces of the round's matrices at their owners; back: sends each
+   rank its pieces of the results. */
+static dt_status dt__muon_exchange(dt_zero *zero, int round, int back) {
+    dt__muon *m = zero->muon;
+    int n = m->ranks, me = m->me;
+    dt__muon_pieces(zero, round, me, me, back, m->gathered);
+    for (int d = 1; d < n && dt_error(zero->ctx) == DT_OK; d++) {
+        int to = (me + d) % n, from = (me + n - d) % n, transfers = 0;
+        size_t sent = dt__muon_pieces(
+                   zero, round, back ? me : to, back ? to : me, back, m->message[0]),
+               received =
+                   dt__muon_pieces(zero, round, back ? from : me, back ? me : from, back, NULL);
+        dt_transfer t[2];
+        memset(t, 0, sizeof t);
+        if (sent)
+            t[transfers++] =
+                (dt_transfer){ .send = m->message[0], .count = sent, .dtype = DT_U8, .peer = to };
+        if (received)
+            t[transfers++] = (dt_transfer){
+                .recv = m->message[1], .count = received, .dtype = DT_U8, .peer = from
+            };
+        if (transfers && dt_exchange(m->group, t, transfers) != DT_OK) return dt_error(zero->ctx);
+        dt__muon_pieces(zero, round, back ? from : me, back ? me : from, back, m->message[1]);
+    }
+    return dt_error(zero->ctx);
+}
+
+/* out = scale in */
+static dt_status dt__muon_scaled(
+    dt_ctx *ctx, dt_dtype type, void *out, const void *in, double scale, size_t count) {
+    dt_unary_args a = {
+        .dtype = type, .act = DT_ACT_AFFINE, .out = out, .in = in, .count = count, .scale = scale
+    };
+    return DT__KERNEL(ctx, "Muon", unary, &a);
+}
+
+/* y = p y + q x */
+static dt_status dt__muon_combine(
+    dt_ctx *ctx, dt_dtype type, void *y, double p, const void *x, double q, size_t count) {
+    dt_sum_args a = { .dtype = type, .out = y, .in = x, .outer = 1, .n = 1 };
+    a.inner = count;
+    a.scale = q;
+    a.accumulate = 1;
+    if (dt__muon_scaled(ctx, type, y, y, p, count) != DT_OK) return dt_error(ctx);
+    return DT__KERNEL(ctx, "Muon", sum, &a);
+}
+
+/* Sets *norm to the Frobenius norm of a matrix. */
+static dt_status dt__muon_norm(
+    dt_zero *zero, dt_dtype type, const void *x, size_t count, double *norm) {
+    dt_ctx *ctx = zero->ctx;
+    double *sums = zero->muon->sums, sum = 0;
+    size_t pieces = (count + DT_PIECE - 1) / DT_PIECE;
+    double *out = (double *)dt_scratch(ctx, pieces * sizeof *out);
+    dt_square_sums_args a = { type, out, x, count };
+    if (!out || DT__KERNEL(ctx, "Muon", square_sums, &a) != DT_OK ||
+        dt__move(ctx, sums, out, pieces * sizeof *out) != DT_OK || dt__sync(ctx) != DT_OK)
+        return dt_error(ctx);
+    for (size_t i = 0; i < pieces; i++) sum += dt__is_dry_run(zero) ? 1 : sums[i];
+    *norm = sqrt(sum);
+    return DT_OK;
+}
+
+/* Newton-Schulz iteration: orthogonalizes a gathered matrix in place. x is not transposed: if it
+   has more rows than columns, a = x^T x stands on its right. a is symmetric, so x a = (a x^T)^T.
+   m->work holds the next x, a and a a. */
+static dt_status dt__muon_orthogonalize(dt_zero *zero, const dt__muon_matrix *x) {
+    static const double A = 3.4445, B = -4.7750, C = 2.0315, EPS = 1e-7;
+    enum { ITERATIONS = 5 };
+    dt_ctx *ctx = zero->ctx;
+    dt_dtype type = dt_grad_dtype(zero->muon->params[x->slot]);
+    size_t size = dt_dtype_size(type), count = (size_t)(x->rows * x->cols);
+    int tall = x->rows > x->cols;
+    int64_t side = tall ? x->cols : x->rows, other = tall ? x->rows : x->cols;
+    char *now = zero->muon->gathered + x->at, *next = zero->muon->work;
+    char *gram = next + count * size, *square = gram + (size_t)(side * side) * size;
+    double norm = 0;
+    if (dt__muon_norm(zero, type, now, count, &norm) != DT_OK ||
+        dt__muon_scaled(ctx, type, now, now, 1 / (norm > EPS ? norm : EPS), count) != DT_OK)
+        return dt_error(ctx);
+    for (int i = 0; i < ITERATIONS && dt_error(ctx) == DT_OK; i++) {
+        dt_matmul_args g = { .dtype = type, .c = gram, .a = now, .b = now };
+        g.m = g.n = side;
+        g.k = other;
+        g.trans_a = tall;
+        g.trans_b = !tall;
+        dt_matmul_args s = { .dtype = type, .c = square, .a = gram, .b = gram };
+        s.m = s.n = s.k = side;
+        dt_matmul_args p = { .dtype = type, .c = next, .a = tall ? now : square };
+        p.b = tall ? square : now;
+        p.m = x->rows;
+        p.n = x->cols;
+        p.k = side;
+        p.accumulate = 1;
+        dt__matmul(ctx, "Muon", NULL, g);
+        dt__matmul(ctx, "Muon", NULL, s);
+        dt__muon_combine(ctx, type, square, C, gram, B, (size_t)(side * side));
+        dt__muon_scaled(ctx, type, next, now, A, count);
+        dt__matmul(ctx, "Muon", NULL, p);
+        char *swap = now;
+        now = next;
+        next = swap;
+    }
+    /* after an odd number of iterations the result is in m->work */
+    return ITERATIONS % 2 ? dt__move(ctx, next, now, count * size) : dt_error(ctx);
+}
+
+/* ---- the update ---- */
+
+/* Adds this rank's shard of the gradients to the momentum, and overwrites the gradients with the
+   matrices to orthogonalize. */
+static dt_status dt__muon_momentum(dt_zero *zero, int slot, double grad_scale) {
+    dt__muon *m = zero->muon;
+    const dt__zero_bucket *z = dt__muon_bucket(zero, slot);
+    const dt_param_group *d = &z->group->desc;
+    const dt__muon_shard *s = dt__muon_shard_of(m, slot, m->me);
+    dt_dtype type = z->bucket.grad_dtype;
+    if (s->from >= s->to || !dt__muon_steps(zero, slot)) return DT_OK;
+    size_t count = (size_t)(s->to - s->from),
+           at = m->params[slot]->param->offset + (size_t)s->from - z->offset;
+    void *momentum = dt__zero_element(z, z->state[0], at),
+         *grad = dt__zero_element(z, dt__zero_grad_shard(z), at);
+    double mu = d->momentum, share = (1 - mu) * grad_scale;
+    if (dt__muon_combine(zero->ctx, type, momentum, mu, grad, share, count) != DT_OK)
+        return dt_error(zero->ctx);
+    if (d->no_nesterov) return dt__move(zero->ctx, grad, momentum, count * dt_dtype_size(type));
+    return dt__muon_combine(zero->ctx, type, grad, share, momentum, mu, count);
+}
+
+/* Sets the gradients of the matrices to their orthogonalized momentum. */
+static dt_status dt__muon_update(dt_zero *zero, double grad_scale) {
+    dt__muon *m = zero->muon;
+    dt_ctx *ctx = zero->ctx;
+    for (int i = 0; i < m->n_params; i++)
+        if (dt__muon_momentum(zero, i, grad_scale) != DT_OK) return dt_error(ctx);
+    for (int i = 0; i < m->n_matrices; i++)
+        m->matrices[i].steps = dt__muon_steps(zero, m->matrices[i].slot);
+    m->gathered = (char *)dt__buffer_acquire(ctx, DT_MEM_TEMP, m->gathered_bytes);
+    m->work = (char *)dt__buffer_acquire(ctx, DT_MEM_TEMP, m->work_bytes);
+    for (int i = 0; i < 2 && m->message_bytes; i++)
+        m->message[i] = (char *)dt__buffer_acquire(ctx, DT_MEM_COMM, m->message_bytes);
+    for (int round = 0, i = 0; round < m->n_rounds && dt_error(ctx) == DT_OK; round++) {
+        if (dt__muon_exchange(zero, round, 0) != DT_OK) break;
+        for (; i < m->round_end[round] && dt_error(ctx) == DT_OK; i++)
+            if (m->matrices[i].owner == m->me && m->matrices[i].steps)
+                dt__muon_orthogonalize(zero, &m->matrices[i]);
+        if (dt_error(ctx) == DT_OK) dt__muon_exchange(zero, round, 1);
+    }
+    for (int i = 0; i < 2; i++) dt__buffer_release(ctx, m->message[i]);
+    dt__buffer_release(ctx, m->work);
+    dt__buffer_release(ctx, m->gathered);
+    m->gathered = m->work = m->message[0] = m->message[1] = NULL;
+    return dt_error(ctx);
+}
+
+/* Returns the factor of a matrix's orthogonalized momentum. */
+static double dt__muon_scale(const dt_param_group *d, const dt_tensor *t) {
+    double rows = 1, cols = (double)t->param->full.d[t->param->full.nd - 1];
+    for (int i = t->param->desc.matrices; i < t->param->full.nd - 1; i++)
+        rows *= (double)t->param->full.d[i];
+    if (d->muon_scale == DT_MUON_ORIGINAL) return sqrt(rows > cols ? rows / cols : 1);
+    return 0.2 * sqrt(rows > cols ? rows : cols);
+}
+
+/* ---- owners and rounds ---- */
+
+/* Exchanges the shards of all ranks: a sum over the group, to which each rank adds its own row. */
+static dt_status dt__muon_shards_make(dt_zero *zero, dt__muon *m) {
+    enum { FIELDS = 3 * DT_MAX_DIMS + 2 };
+    dt_ctx *ctx = zero->ctx;
+    int ranks = m->ranks;
+    size_t n = (size_t)m->n_params * (size_t)ranks, bytes = n * FIELDS * sizeof(double);
+    m->shards = (dt__muon_shard *)dt_alloc(ctx, DT_MEM_HOST, n * sizeof *m->shards, "Muon");
+    double *all = m->shards ? (double *)dt_alloc(ctx, DT_MEM_HOST, bytes, "Muon") : NULL;
+    if (!all) return dt_error(ctx);
+    memset(all, 0, bytes);
+    for (int i = 0; i < m->n_params; i++) {
+        const dt_param_info *p = m->params[i]->param;
+        const dt__zero_bucket *z = &zero->buckets[p->bucket->index];
+        double *row = all + (size_t)(i * ranks + m->me) * FIELDS;
+        size_t end = z->offset + z->count;
+        for (int k = 0; k < DT_MAX_DIMS; k++) {
+            row[k] = (double)p->slice.lo[k];
+            row[DT_MAX_DIMS + k] = (double)p->slice.n[k];
+            row[2 * DT_MAX_DIMS + k] = (double)p->slice.inside[k];
+        }
+        row[FIELDS - 2] = z->offset > p->offset ? (double)(z->offset - p->offset) : 0;
+        row[FIELDS - 1] = end <= p->offset             ? 0
+                          : end < p->offset + p->count ? (double)(end - p->offset)
+                                                       : (double)p->count;
+    }
+    dt_sum_doubles(m->group, all, n * FIELDS);
+    for (size_t i = 0; i < n; i++) {
+        const double *row = all + i * FIELDS;
+        dt__muon_shard *s = &m->shards[i];
+        for (int k = 0; k < DT_MAX_DIMS; k++) {
+            s->slice.lo[k] = (int64_t)row[k];
+            s->slice.n[k] = (int64_t)row[DT_MAX_DIMS + k];
+            s->slice.inside[k] = (int64_t)row[2 * DT_MAX_DIMS + k];
+        }
+        s->from = (int64_t)row[FIELDS - 2];
+        s->to = (int64_t)row[FIELDS - 1];
+        s->first_copy = 0;
+        const double *first = all + (i - i % (size_t)ranks) * FIELDS;
+        while (memcmp(first + s->first_copy * FIELDS, row, FIELDS * sizeof *row)) s->first_copy++;
+    }
+    dt_free(ctx, DT_MEM_HOST, all, bytes);
+    return dt_error(ctx);
+}
+
+static int64_t dt__muon_cost(const dt__muon_matrix *x) {
+    return x->rows * x->cols * (x->rows < x->cols ? x->rows : x->cols);
+}
+
+static int dt__muon_by_index(const dt__muon_matrix *a, const dt__muon_matrix *b) {
+    return a->slot != b->slot ? (a->slot > b->slot) - (a->slot < b->slot)
+                              : (a->index > b->index) - (a->index < b->index);
+}
+static int dt__muon_by_cost(const void *a, const void *b) {
+    const dt__muon_matrix *x = (const dt__muon_matrix *)a, *y = (const dt__muon_matrix *)b;
+    int64_t p = dt__muon_cost(x), q = dt__muon_cost(y);
+    return p != q ? (p < q) - (p > q) : dt__muon_by_index(x, y);
+}
+static int dt__muon_by_round(const void *a, const void *b) {
+    const dt__muon_matrix *x = (const dt__muon_matrix *)a, *y = (const dt__muon_matrix *)b;
+    return x->round != y->round ? x->round - y->round : dt__muon_by_index(x, y);
+}
+
+/* Chooses the owner of each matrix: the most expensive matrix first, each for the rank that has the
+   least work so far among those that hold a piece. */
+static dt_status dt__muon_owners(dt_zero *zero, dt__muon *m) {
+    dt_ctx *ctx = zero->ctx;
+    int ranks = m->ranks;
+    size_t bytes = (size_t)ranks * sizeof(double);
+    double *work = (double *)dt_alloc(ctx, DT_MEM_HOST, bytes, "Muon");
+    if (!work) return dt_error(ctx);
+    for (int r = 0; r < ranks; r++) work[r] = 0;
+    qsort(m->matrices, (size_t)m->n_matrices, sizeof *m->matrices, dt__muon_by_cost);
+    for (int i = 0; i < m->n_matrices && dt_error(ctx) == DT_OK; i++) {
+        dt__muon_matrix *x = &m->matrices[i];
+        int64_t held = 0;
+        x->owner = -1;
+        for (int r = 0; r < ranks; r++) {
+            int64_t count = dt__muon_count(m, x, r);
+            if (dt__muon_shard_of(m, x->slot, r)->first_copy == r) held += count;
+            if (count && (x->owner < 0 || work[r] < work[x->owner])) x->owner = r;
+        }
+        if (held != x->rows * x->cols)
+            dt_fail(ctx, DT_ERR_UNSUPPORTED,
+                "dt_zero_make: DT_MUON: the ranks of this pipeline stage hold %lld elements of a "
+                "matrix (%lld,%lld) of %s; each must be held once, or as equal copies",
+                (long long)held, (long long)x->rows, (long long)x->cols, m->params[x->slot]->name);
+        else
+            work[x->owner] += (double)dt__muon_cost(x);
+    }
+    dt_free(ctx, DT_MEM_HOST, work, bytes);
+    return dt_error(ctx);
+}
+
+/* Divides the matrices of each owner into rounds. */
+static dt_status dt__muon_rounds(dt_zero *zero, dt__muon *m) {
+    size_t limit = zero->desc.bucket_bytes ? zero->desc.bucket_bytes : (size_t)25 << 20, most = 0;
+    for (int r = 0; r < m->ranks; r++) {
+        size_t used = 0;
+        int round = 0;
+        for (int i = 0; i < m->n_matrices; i++) {
+            dt__muon_matrix *x = &m->matrices[i];
+            if (x->owner != r) continue;
+            if (used > 0 && used + x->bytes > limit) round++, used = 0;
+            x->round = round;
+            x->at = used;
+            used += x->bytes;
+            if (r == m->me && used > most) most = used;
+            if (round >= m->n_rounds) m->n_rounds = round + 1;
+        }
+    }
+    m->gathered_bytes = most;
+    qsort(m->matrices, (size_t)m->n_matrices, sizeof *m->matrices, dt__muon_by_round);
+    m->round_end =
+        (int *)dt_alloc(zero->ctx, DT_MEM_HOST, (size_t)m->n_rounds * sizeof *m->round_end, "Muon");
+    for (int i = 0; i < m->n_matrices && m->round_end; i++)
+        m->round_end[m->matrices[i].round] = i + 1;
+    return dt_error(zero->ctx);
+}
+
+/* Sets the sizes of the buffers of an update. */
+static dt_status dt__muon_sizes(dt_zero *zero, dt__muon *m) {
+    int me = m->me;
+    for (int i = 0; i < m->n_matrices; i++) {
+        const dt__muon_matrix *x = &m->matrices[i];
+        size_t size = dt_dtype_size(dt_grad_dtype(m->params[x->slot])), side,
+               count = (size_t)(x->rows * x->cols);
+        if (x->owner != me) continue;
+        side = (size_t)(x->rows < x->cols ? x->rows : x->cols);
+        size_t bytes = (count + 2 * side * side) * size;
+        size_t pieces = (count + DT_PIECE - 1) / DT_PIECE;
+        m->work_bytes = bytes > m->work_bytes ? bytes : m->work_bytes;
+        m->n_sums = pieces > m->n_sums ? pieces : m->n_sums;
+    }
+    for (int k = 0; k < m->n_rounds; k++)
+        for (int r = 0; r < m->ranks; r++)
+            for (int back = 0; back < 2 && r != me; back++) {
+                size_t mine = dt__muon_pieces(zero, k, me, r, back, NULL),
+                       theirs = dt__muon_pieces(zero, k, r, me, back, NULL);
+                m->message_bytes = mine > m->message_bytes ? mine : m->message_bytes;
+                m->message_bytes = theirs > m->message_bytes ? theirs : m->message_bytes;
+            }
+    m->sums = (double *)dt_pin(zero->ctx, m->n_sums * sizeof *m->sums, "Muon");
+    return dt_error(zero->ctx);
+}
+
+/* Fills m->params and m->matrices, or only counts them if m->params is NULL. */
+static void dt__muon_list(dt_zero *zero, dt__muon *m) {
+    m->n_params = m->n_matrices = 0;
+    for (int i = 0; i < dt_param_count(zero->ctx); i++) {
+        const dt_tensor *t = dt_param_get(zero->ctx, i);
+        const dt_param_info *p = t->param;
+        if (!p->by_matrix || p->desc.frozen) continue;
+        int64_t n = 1, rows = 1, cols = p->full.d[p->full.nd - 1];
+        for (int k = 0; k < p->full.nd - 1; k++)
+            *(k < p->desc.matrices ? &n : &rows) *= p->full.d[k];
+        for (int64_t k = 0; k < n && m->params; k++) {
+            dt__muon_matrix *x = &m->matrices[m->n_matrices + k];
+            memset(x, 0, sizeof *x);
+            x->slot = m->n_params;
+            x->index = k;
+            x->steps = 1;
+            x->rows = rows;
+            x->cols = cols;
+            x->bytes = (size_t)(rows * cols) * dt_dtype_size(dt_grad_dtype(t));
+            x->bytes = (x->bytes + 63) / 64 * 64;
+        }
+        if (m->params) m->params[m->n_params] = t;
+        m->n_params++;
+        m->n_matrices += (int)n;
+    }
+}
+
+static dt_status dt__muon_check(dt_ctx *ctx, const dt_zero_desc *d, const dt_param_group *g) {
+    const char *optim = d->offload_optim, *params = d->offload_params;
+    if (dt__on_disk(optim) || dt__in_host(optim) || dt__on_disk(params) || dt__in_host(params))
+        return dt_fail(ctx, DT_ERR_UNSUPPORTED,
+            "dt_zero_make: DT_MUON orthogonalizes whole matrices where the parameters are: "
+            ".offload_optim and .offload_params must be \"none\"");
+    if (!(g->momentum < 1) || g->muon_scale < 0 || g->muon_scale > DT_MUON_ORIGINAL)
+        return dt_fail(ctx, DT_ERR_ARG,
+            "dt_zero_make: DT_MUON with momentum %g and muon_scale %d; the momentum is less than "
+            "1, the scale DT_MUON_MATCH_RMS or DT_MUON_ORIGINAL",
+            g->momentum, g->muon_scale);
+    return DT_OK;
+}
+
+/* [collective: world] Chooses owners and rounds. */
+static dt_status dt__muon_make(dt_zero *zero) {
+    dt_ctx *ctx = zero->ctx;
+    dt__muon *m = (dt__muon *)dt__host_zeroed(ctx, sizeof *m, "Muon");
+    if (!m) return dt_error(ctx);
+    zero->muon = m;
+    dt_comm *world = zero->mesh.world;
+    m->group = dt_comm_split(world, zero->mesh.coord.pp, dt_comm_rank(world), "muon");
+    dt_comm_set_axis(m->group, DT_AXIS_DP);
+    m->ranks = dt_comm_size(m->group);
+    m->me = dt_comm_rank(m->group);
+    dt__muon_list(zero, m);
+    m->params = (const dt_tensor **)dt_alloc(
+        ctx, DT_MEM_HOST, (size_t)m->n_params * sizeof *m->params, "Muon");
+    m->matrices = (dt__muon_matrix *)dt_alloc(
+        ctx, DT_MEM_HOST, (size_t)m->n_matrices * sizeof *m->matrices, "Muon");
+    if (dt_error(ctx) != DT_OK) return dt_error(ctx);
+    dt__muon_list(zero, m);
+    if (dt__muon_shards_make(zero, m) != DT_OK || dt__muon_owners(zero, m) != DT_OK)
+        return dt_error(ctx);
+    return dt__muon_rounds(zero, m) == DT_OK ? dt__muon_sizes(zero, m) : dt_error(ctx);
+}
+
+static void dt__muon_free(dt_zero *zero) {
+    dt__muon *m = zero->muon;
+    dt_ctx *ctx = zero->ctx;
+    if (!m) return;
+    size_t shards = (size_t)m->n_params * (size_t)m->ranks;
+    dt_free(ctx, DT_MEM_HOST, m->params, (size_t)m->n_params * sizeof *m->params);
+    dt_free(ctx, DT_MEM_HOST, m->matrices, (size_t)m->n_matrices * sizeof *m->matrices);
+    dt_free(ctx, DT_MEM_HOST, m->shards, shards * sizeof *m->shards);
+    dt_free(ctx, DT_MEM_HOST, m->round_end, (size_t)m->n_rounds * sizeof *m->round_end);
+    dt_unpin(ctx, m->sums, m->n_sums * sizeof *m->sums);
+    dt_free(ctx, DT_MEM_HOST, m, sizeof *m);
+    zero->muon = NULL;
+}
+
+// ==== 17. Making, stepping, freeing =============================================================
 
 /* ---- parameter groups ---- */
 
@@ -3948,6 +4591,8 @@ static dt_param_group dt__group_settings(const dt_zero_desc *d, int k) {
                        .eps = d->eps,
                        .momentum = d->momentum,
                        .weight_decay = d->weight_decay,
+                       .muon_scale = d->muon_scale,
+                       .no_nesterov = d->no_nesterov,
                        .update = d->update,
                        .user = d->user,
                        .states = d->states };
@@ -3963,11 +4608,12 @@ static dt_status dt__groups_check(dt_ctx *ctx, const dt_zero_desc *d) {
             k ? dt__format("dt_zero_make: parameter group %d", k) : dt__format("dt_zero_make");
         if (k > 0 && (!g.params || !g.params[strspn(g.params, ", ")]))
             return dt_fail(ctx, DT_ERR_ARG, "%s: it has no patterns of names", where.s);
-        if (g.optimizer < DT_ADAMW || g.optimizer > DT_OPTIMIZER_CUSTOM)
+        if (g.optimizer < DT_ADAMW || g.optimizer > DT_MUON)
             return dt_fail(ctx, DT_ERR_ARG, "%s: optimizer %d", where.s, g.optimizer);
         if (k > 0 && g.optimizer == DT_ONEBIT_ADAM)
             return dt_fail(
                 ctx, DT_ERR_UNSUPPORTED, "%s: DT_ONEBIT_ADAM is for all parameters", where.s);
+        if (g.optimizer == DT_MUON && dt__muon_check(ctx, d, &g) != DT_OK) return dt_error(ctx);
         if (g.optimizer == DT_OPTIMIZER_CUSTOM && (!g.update || g.states < 0 || g.states > 2))
             return dt_fail(ctx, DT_ERR_ARG,
                 "%s: DT_OPTIMIZER_CUSTOM needs an update function and 0 to 2 states, got %d",
@@ -4037,6 +4683,7 @@ static dt_status dt__param_groups_make(dt_zero *zero) {
         if (g->beta2 == 0) g->beta2 = 0.999;
         if (g->eps == 0) g->eps = 1e-8;
         if (g->lr_scale == 0) g->lr_scale = 1;
+        if (g->optimizer == DT_MUON && g->momentum == 0) g->momentum = 0.95;
         group->states = dt__group_states(g);
         group->trained = 1;
         g->params = k ? dt__concat_text(zero->ctx, g->params, strlen(g->params), "") : NULL;
@@ -4049,6 +4696,8 @@ static dt_status dt__param_groups_make(dt_zero *zero) {
                !dt__patterns_match(zero->param_groups[k].desc.params, t->name))
             k++;
         t->param->group = k < zero->n_param_groups ? k : 0;
+        t->param->by_matrix =
+            t->param->full.nd > 1 && zero->param_groups[t->param->group].desc.optimizer == DT_MUON;
     }
     zero->desc.groups = NULL; /* param_groups is the copy */
     return dt_error(zero->ctx);
@@ -4117,6 +4766,7 @@ static void dt__zero_release(dt_ctx *ctx, dt_zero *zero) {
         dt__grad_free(ctx, &zero->buckets[u].bucket);
     }
     dt__onebit_free(zero);
+    dt__muon_free(zero);
     dt__param_groups_free(zero);
     for (int i = 0; zero->gather_plans && i < DT__GATHER_PLANS * zero->n_stages; i++)
         dt_free(ctx, DT_MEM_HOST, zero->gather_plans[i].items,
@@ -4262,6 +4912,8 @@ static dt_zero *dt__zero_make(dt_ctx *ctx, dt_zero_desc desc) {
         dt_buckets_make(ctx, dt__zero_buckets_desc(zero)) == DT_OK)
         dt__zero_buckets_make(zero);
     if (dt_error(ctx) == DT_OK && desc.optimizer == DT_ONEBIT_ADAM) dt__onebit_make(zero);
+    for (int k = 0; k < zero->n_param_groups && dt_error(ctx) == DT_OK && !zero->muon; k++)
+        if (zero->param_groups[k].desc.optimizer == DT_MUON) dt__muon_make(zero);
     if (dt_error(ctx) == DT_OK) dt__scale_begin(zero);
     if (dt_error(ctx) == DT_OK && dt__compare_ranks(zero) == DT_OK &&
         dt__compare_stages(zero) == DT_OK)
@@ -4477,10 +5129,10 @@ static dt_status dt__zero_state(dt_zero *zero, int which, const dt_tensor *param
     dt__zero_bucket *z = dt__zero_bucket_of(zero, "dt_zero_state", param);
     if (!z) return dt_error(zero->ctx);
     int more = which == DT_STATE_MASTER || which == DT_STATE_EMA;
-    if (which < 0 || (which >= z->group->states && !more) || !host ||
+    if (which < 0 || (which >= z->states && !more) || !host ||
         (more && !dt__zero_has_array(zero, &z->bucket, which)))
-        return dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_state: state %d of %d%s", which,
-            z->group->states, host ? "" : ", to host memory that is NULL");
+        return dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_state: state %d of %d%s", which, z->states,
+            host ? "" : ", to host memory that is NULL");
     size_t bytes = dt__disk_array_bytes(zero, &z->bucket, DT__STATE_0 + which);
     if (!bytes) return dt__zero_all_gather_param(zero, z, dt__array_memory(z, which), param, host);
     void *shard = dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "collecting a parameter's state");
@@ -4709,15 +5361,15 @@ size_t dt_zero_state_bytes(const dt_zero *zero) {
     size_t bytes = 0;
     for (int u = 0; u < zero->n_buckets; u++) {
         const dt__zero_bucket *z = &zero->buckets[u];
-        size_t arrays = (size_t)(z->group->states + dt__zero_has_master(&z->bucket) +
-                                 (zero->desc.ema_decay > 0));
+        size_t arrays =
+            (size_t)(z->states + dt__zero_has_master(&z->bucket) + (zero->desc.ema_decay > 0));
         if (!z->bucket.frozen) bytes += z->count * arrays * dt__zero_element_size(z);
         bytes += z->error_bytes[0] + z->error_bytes[1];
     }
     return bytes;
 }
 
-// ==== 17. Memory account: code ==================================================================
+// ==== 18. Memory account: code ==================================================================
 
 dt_zero_bytes dt_zero_formula(dt_zero_formula_desc d) {
     dt_zero_bytes none = { .params = NAN, .grads = NAN, .optim = NAN, .total = NAN, .sent = NAN },
@@ -4739,7 +5391,7 @@ dt_zero_bytes dt_zero_formula(dt_zero_formula_desc d) {
     return b;
 }
 
-// ==== 18. Checkpoints: files ====================================================================
+// ==== 19. Checkpoints: files ====================================================================
 
 /* Atomic commit of a checkpoint (section 3 shows the steps): all ranks write, sync and close their
    files in dt__save_start; when every rank has done so, rank 0 does the rest in dt__save_commit. A
@@ -4888,7 +5540,7 @@ static void dt__ckpt_remove_old(const dt_io *io, const char *newest, int64_t kee
     }
 }
 
-// ==== 19. Checkpoints: contents =================================================================
+// ==== 20. Checkpoints: contents =================================================================
 
 /* The elements of each tensor that this rank has written to one of the two safetensors files, or
    has read to check the file. A digest is a sum over elements, so the sum of all ranks' digests
@@ -5153,7 +5805,7 @@ static dt_status dt__list_make(dt_checkpoint *c) {
     return dt_error(ctx);
 }
 
-// ==== 20. Checkpoints: saving ===================================================================
+// ==== 21. Checkpoints: saving ===================================================================
 
 static void dt__save_add_op(
     dt_checkpoint *c, int kind, int file, void *data, int64_t bytes, int64_t offset) {
@@ -5400,7 +6052,8 @@ static void dt__manifest_file(dt_json_out *o, const char *name, int64_t bytes, c
 }
 
 /* Names of the optimizers (DT_ADAMW to DT_OPTIMIZER_CUSTOM) in manifest.json. */
-static const char *const dt__optimizers[] = { "adamw", "adam", "sgd", "onebit-adam", "own" };
+static const char *const dt__optimizers[] = { "adamw", "adam", "sgd", "onebit-adam", "own",
+    "muon" };
 
 /* Writes the last DT__MANIFEST_END bytes of a manifest, with the digest of the preceding bytes
    `data`, to `text`. */
@@ -5681,7 +6334,7 @@ static dt_status dt__save_wait(dt_checkpoint *c) {
     return dt_error(c->ctx);
 }
 
-// ==== 21. Checkpoints: opening, closing, export =================================================
+// ==== 22. Checkpoints: opening, closing, export =================================================
 
 /* On rank 0: creates the folder DIR if it is missing, locks it, and removes .tmp folders that
    killed jobs have left in it. */
@@ -5857,7 +6510,7 @@ static dt_status dt__checkpoint_close(dt_checkpoint *c) {
 
 DT__DEFINE_AT_SITE(dt_status, checkpoint_close, c ? c->ctx : NULL, (dt_checkpoint * c), c)
 
-// ==== 22. Checkpoints: loading ==================================================================
+// ==== 23. Checkpoints: loading ==================================================================
 
 /* A checkpoint that is being examined. The checks run in a separate context, `probe`, so that a
    damaged checkpoint does not fail the rank's own context. */

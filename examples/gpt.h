@@ -308,6 +308,17 @@ static inline void gpt_shard(const gpt *m, const gpt_param_row *r, dt_param_desc
     }
 }
 
+/* Returns how many leading dimensions count matrices, for Muon: experts, and gate and up. */
+static inline int gpt_matrices(gpt_config c, const gpt_param_row *r, int layer) {
+    int n = 0, max = gpt_shape(c, r, layer).nd - 2;
+    for (const char *letter = r->shape; *letter && n < max; letter++) {
+        if (!gpt_is_letter(*letter)) continue;
+        if (*letter != 'E' && *letter != '2') break;
+        n++;
+    }
+    return n;
+}
+
 static inline int gpt_is_embedding(const gpt_param_row *r) {
     return r->at == offsetof(gpt, wte) && r->section == GPT_EMBEDDING;
 }
@@ -353,6 +364,7 @@ static inline dt_tensor *gpt_param(const gpt *m, const gpt_param_row *r, int lay
     const dt_init init[] = { DT_ONES, DT_ZEROS, DT_NORMAL(0.01), DT_NORMAL(0.02), DT_NORMAL(branch),
         DT_ZEROS };
     dt_param_desc d = { .no_decay = r->kind == GPT_GAIN || r->kind == GPT_BIAS, .dtype = c.dtype };
+    d.matrices = gpt_matrices(c, r, layer);
     if (r->kind == GPT_ROUTER_BIAS) d.frozen = 1, d.dtype = c.dtype == DT_F64 ? DT_F64 : DT_F32;
     gpt_shard(m, r, &d);
     if (gpt_is_embedding(r) && m->tied)

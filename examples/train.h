@@ -67,6 +67,7 @@ typedef struct train_footprint {
     int sharded[3];     /* for each class: 1 if each rank holds 1/N of it, else 0 */
     double formula[3];  /* for each class: padded * bytes, divided by N if sharded */
     double tree_levels; /* bytes that zero.tree (--reduce tree) adds to class grads */
+    double one_state;   /* bytes that class optim lacks, because Muon has one state for a matrix */
 } train_footprint;
 
 /* Data files, which are read as one text in this order. */
@@ -92,6 +93,7 @@ typedef struct train_config {
     int partition_by_cost;
     dt_zero_desc zero; /* train() fills in the mesh */
     dt_lr_desc lr;
+    double adamw_lr_scale; /* zero.optimizer DT_MUON: factor of lr of AdamW's parameters; 0: 1 */
     dt_batch_ramp ramp;    /* no ramp if ramp.samples is 0; train() fills in ramp.batch */
     const char *weights;   /* path of initial weights for gpt_load; NULL: random weights */
     train_files data, val; /* val.count 0: no validation */
@@ -488,6 +490,9 @@ static inline void train_footprint_formula(
         }
         n->kind[k].params += (int64_t)bucket->count;
         n->kind[k].padded += (int64_t)bucket->padded;
+        if (dt_param_get(ctx, bucket->first_param)->param->by_matrix)
+            n->one_state +=
+                (double)bucket->padded * n->bytes[1] / (n->sharded[2] ? n->kind[k].shard_ranks : 1);
     }
     for (int k = 0; k < 2; k++) {
         int leaves = c->zero.tree ? c->accum * all[k] : 0;
@@ -498,6 +503,7 @@ static inline void train_footprint_formula(
             n->tree_levels += (double)n->kind[k].padded * n->bytes[1] / all[k];
     }
     n->formula[1] += n->tree_levels;
+    n->formula[2] -= n->one_state;
 }
 
 static inline double train_now(dt_ctx *ctx) {
@@ -897,6 +903,23 @@ static inline void train_steps(const train_config *c, gpt *model, dt_zero *optim
     }
 }
 
+/* Muon (dt_zero_desc.optimizer) is for the matrices of hidden layers. Returns the parameter group
+   of the others, which AdamW updates: embeddings, output head, biases. */
+static inline dt_param_group train_adamw_group(
+    gpt_config c, const dt_zero_desc *muon, double lr_scale) {
+    const char *const names[2][2] = { { "wte.weight,wpe.weight,*.bias,lm_head.weight",
+                                          "wte.weight,wpe.weight,*.bias" },
+        { "wte.weight,lm_head.weight", "wte.weight" } };
+    dt_param_group g = { .params = names[c.arch == GPT_LLAMA][c.tied != 0],
+        .optimizer = DT_ADAMW,
+        .beta1 = muon->beta1,
+        .beta2 = muon->beta2,
+        .eps = muon->eps,
+        .weight_decay = muon->weight_decay,
+        .lr_scale = lr_scale };
+    return g;
+}
+
 /* [collective: world] Runs a whole training run. `user` points to a train_config. */
 static inline dt_status train(dt_ctx *ctx, void *user) {
     const train_config *c = (const train_config *)user;
@@ -925,6 +948,8 @@ static inline dt_status train(dt_ctx *ctx, void *user) {
     if (c->trace) dt_trace_start(ctx, 0);
     dt_zero_desc desc = c->zero;
     desc.mesh = &mesh;
+    dt_param_group adamw = train_adamw_group(sizes, &desc, c->adamw_lr_scale);
+    if (desc.optimizer == DT_MUON) desc.groups = &adamw, desc.group_count = 1;
     dt_zero *optimizer = dt_zero_make(ctx, desc);
     train_batch b = { .T = T, .local_tokens = T / mesh.sizes.cp };
     train_checkpoint saved = { .checkpoint = NULL };

@@ -126,14 +126,18 @@ enum { BUILT, NOT_BUILT };
     X(BATCH_RAMP, "batch-ramp", TEXT, BUILT, NULL, 0, 0, "START:INCR:SAMPLES", \
         "grow from START to --batch by INCR, over SAMPLES samples") \
     X(H_OPT, "Optimizer", HEADING, BUILT, NULL, 0, 0, "", "") \
-    X(OPTIMIZER, "optimizer", WORD, BUILT, "adamw", 0, 0, "adamw|adam|sgd|onebit-adam", "") \
+    X(OPTIMIZER, "optimizer", WORD, BUILT, "adamw", 0, 0, "adamw|adam|sgd|onebit-adam|muon", \
+        "muon: on matrices of layers; AdamW on the rest") \
     X(WEIGHT_DECAY, "weight-decay", REAL, BUILT, "0", 0, 1e3, "X", \
         "on matrices, not on biases and gains") \
     X(CLIP, "clip", REAL, BUILT, "1", 0, 1e30, "X", "clip the gradient norm to X; 0: off") \
     X(BETA1, "beta1", REAL, BUILT, "0.9", 0, 0.999999, "X", "Adam's first moment") \
     X(BETA2, "beta2", REAL, BUILT, "0.95", 0, 0.999999, "X", "Adam's second moment") \
     X(EPS, "eps", REAL, BUILT, "1e-8", 1e-30, 1, "X", "added to Adam's divisor") \
-    X(MOMENTUM, "momentum", REAL, BUILT, "0", 0, 0.999999, "X", "with --optimizer sgd") \
+    X(MOMENTUM, "momentum", REAL, BUILT, "0", 0, 0.999999, "X", \
+        "with --optimizer sgd, muon; 0 means 0.95 with muon") \
+    X(ADAMW_LR_SCALE, "adamw-lr-scale", REAL, BUILT, "1", 0, 1e3, "X", \
+        "with --optimizer muon: AdamW's learning rate / lr") \
     X(EMA, "ema", REAL, BUILT, "0", 0, 0.999999, "X", \
         "validate, export and generate with the weights' EMA of decay X") \
     X(SKIP_LOSS_Z, "skip-loss-z", REAL, BUILT, "0", 0, 1e9, "X", \
@@ -1171,6 +1175,7 @@ static void print_refused(void) {
         "tokens, or a --tokenizer",
         "  --optimizer onebit-adam: zero 0, reduce fixed, offload-optim none; only it has "
         "freeze-steps",
+        "  --optimizer muon: offload-optim, offload-params none",
         "  offload-params needs zero 3                  with less every rank holds all values",
         "  offload-optim, offload-params: one folder    unless one of them is cpu or none",
         "  shard-group needs zero 1 to 3                with zero 0 nothing is sharded",
@@ -1695,7 +1700,7 @@ static void resolve_onebit(value *v) {
 }
 
 static dt_zero_desc resolve_optimizer(value *v) {
-    static const int kinds[] = { DT_ADAMW, DT_ADAM, DT_SGD, DT_ONEBIT_ADAM };
+    static const int kinds[] = { DT_ADAMW, DT_ADAM, DT_SGD, DT_ONEBIT_ADAM, DT_MUON };
     resolve_onebit(v);
     return (dt_zero_desc){ .stage = int_of(v, O_ZERO),
         .optimizer = kinds[int_of(v, O_OPTIMIZER)],
@@ -1751,6 +1756,9 @@ static void resolve_zero(value *v, dt_mesh_desc mesh, dt_zero_desc *z) {
     if (z->offload_optim && z->optimizer == DT_ONEBIT_ADAM)
         refuse("--optimizer onebit-adam exchanges its state, so the state cannot be offloaded; use "
                "--offload-optim none");
+    if ((z->offload_optim || z->offload_params) && z->optimizer == DT_MUON)
+        refuse("--optimizer muon orthogonalizes whole matrices where the parameters are; use "
+               "--offload-optim none and --offload-params none");
     if (z->offload_optim && z->offload_params && strcmp(optim, params) != 0 &&
         strcmp(optim, "cpu") != 0 && strcmp(params, "cpu") != 0)
         refuse("--offload-optim %s and --offload-params %s: both must be the same folder", optim,
@@ -1902,6 +1910,7 @@ static train_config resolve(value *v) {
         refuse("--eval-every %s needs --val FILE", v[O_EVAL_EVERY].text);
     c.lr = (dt_lr_desc){ v[O_LR].number, schedules[int_of(v, O_LR_SCHEDULE)], long_of(v, O_WARMUP),
         long_of(v, O_LR_STEPS), v[O_MIN_LR_RATIO].number, 0 };
+    c.adamw_lr_scale = tiny_if_zero(v[O_ADAMW_LR_SCALE].number);
     c.weights = v[O_MODEL].text;
     c.trace = v[O_TRACE].text;
     c.seq = int_of(v, O_SEQ);
@@ -2541,8 +2550,8 @@ static const int fixed_options[] = { O_ARCH, O_LAYERS, O_WIDTH, O_HEADS, O_KV_HE
     O_SHUFFLE, O_SEED, O_OPTIMIZER, O_DTYPE };
 static const int changeable_options[] = { O_DROPOUT, O_BALANCE_LOSS, O_Z_LOSS, O_BATCH, O_STEPS,
     O_LR, O_LR_SCHEDULE, O_WARMUP, O_LR_STEPS, O_MIN_LR_RATIO, O_BATCH_RAMP, O_WEIGHT_DECAY, O_CLIP,
-    O_BETA1, O_BETA2, O_EPS, O_MOMENTUM, O_LABEL_SMOOTHING, O_FREEZE_STEPS, O_LOSS_SCALE, O_REDUCE,
-    O_TOKENIZER, O_EMA, O_SKIP_LOSS_Z, O_SKIP_NORM_Z };
+    O_BETA1, O_BETA2, O_EPS, O_MOMENTUM, O_ADAMW_LR_SCALE, O_LABEL_SMOOTHING, O_FREEZE_STEPS,
+    O_LOSS_SCALE, O_REDUCE, O_TOKENIZER, O_EMA, O_SKIP_LOSS_Z, O_SKIP_NORM_Z };
 
 /* Returns 1 if option `id` has another value in `then`, the settings of a checkpoint; 0 if it has
    the same value or if the checkpoint does not know the option. Writes the checkpoint's value to
@@ -3001,6 +3010,8 @@ static void print_memory(int fd, const train_footprint *n) {
         }
         if (formula && i == DT_MEM_GRADS && n->tree_levels > 0)
             line_printf(&out, " + %.0f for the levels of the tree", n->tree_levels);
+        if (formula && i == DT_MEM_OPTIM && n->one_state > 0)
+            line_printf(&out, " - %.0f, as matrices have one state", n->one_state);
         line_printf(&out, "\n");
     }
     line_printf(&out, "  %-12s%16zu%16zu\n", "all at once", m->live_total, m->peak_total);

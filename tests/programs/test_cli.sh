@@ -474,6 +474,27 @@ paste -d, <(cut -d, -f2,13 "$dir/adam.csv") <(cut -d, -f2,13 "$dir/onebit-adam.c
     END { print b / a; exit !(NR == 121 && !bad && b < 1.03 * a && b > 0.97 * a) }' >"$dir/err"
 report $? "1-bit Adam's loss is within 3% of Adam's, and it sends less than 1/15 of Adam's bytes"
 
+# ---- Muon: every layout has the losses of one rank; AdamW has the embeddings, the head and the biases
+try 2 'use --offload-optim none and --offload-params none$' --optimizer muon --offload-optim cpu
+bad=0 n=0
+for model in "" "--arch llama --experts 2 --heads 2 --tie off"; do
+    try 0 '' $tiny $model --data "$dir/text" --batch 12 --ranks 1 --optimizer muon --lr 0.01 --steps 5 --dtype f64 --log-csv "$dir/one.csv" \
+        --save "$dir/muon"
+    grep -aq '"v.wte.weight"' "$dir"/muon/step-5/optim.safetensors && ! grep -aq '"v.h.0.attn.q.weight"' "$dir"/muon/step-5/optim.safetensors &&
+        grep -aq '"m.h.0.attn.q.weight"' "$dir"/muon/step-5/optim.safetensors && grep -aq '"v.ln_f.weight"' "$dir"/muon/step-5/optim.safetensors
+    report $? "--optimizer muon $model: AdamW has the embeddings and gains, Muon the matrices"
+    rm -r "$dir/muon"
+    for x in "--dp 2 --zero 1" "--dp 2 --zero 3" "--tp 2" "--pp 2" ${model:+"--ep 2 --zero 2"}; do
+        n=$((n + 1))
+        timeout $((60 * SLOW)) "$B/train_gpt" $tiny $model --data "$dir/text" --batch 12 $x --quiet --optimizer muon --lr 0.01 --steps 5 \
+            --dtype f64 --log-csv "$dir/p.csv" >"$dir/err" 2>&1 || bad=1
+        paste -d, "$dir/p.csv" "$dir/one.csv" | awk -F, 'NR > 1 { rows++; d = $2 - $26; if (d < 0) d = -d
+                if (d > 1e-11 * $26) { bad = 1; print "step " $1 ": loss " $2 " " $26 } }
+            END { exit bad || rows != 5 }' || { bad=1; echo "  differs: $model $x"; }
+    done
+done
+report "$bad" "$n layouts have the losses of one rank with --optimizer muon"
+
 # ---- the trace, read by Python's JSON parser
 try 0 '' $tiny --layers 2 --data "$dir/text" --ranks 2 --zero 1 --recompute full --trace "$dir/t.json" --log-csv "$dir/t.csv"
 grep -q "^trace   $dir/t.json" "$dir/out"
@@ -552,7 +573,7 @@ figure() { awk -v c="$1" -v f="$2" '$1==c{print $f; exit}' "$dir/dry"; }
 needs="--layers 2 --width 40 --heads 4 --seq 32 --batch 24 --data $dir/text --steps 3"
 for x in "--dp 1" "--dp 2 --zero 1" "--dp 3 --zero 1" "--dp 4 --zero 1 --dtype bf16" "--dp 8 --zero 1 --dtype f64" "--dp 4 --dtype f16" \
     "--dp 2 --tp 2 --cp 2 --zero 1" "--dp 2 --optimizer sgd" "--dp 2 --zero 1 --optimizer sgd --momentum 0.9 --dtype bf16" \
-    "--dp 4 --zero 1 --reduce tree --accum 3" "--dp 4 --zero 2 --offload-optim $dir" "--dp 2 --zero 3 --offload-params cpu" \
+    "--dp 4 --zero 1 --reduce tree --accum 3" "--dp 2 --zero 1 --optimizer muon" "--dp 4 --zero 2 --offload-optim $dir" "--dp 2 --zero 3 --offload-params cpu" \
     "--dp 4 --zero 3 --dtype bf16 --offload-optim $dir --offload-params $dir"; do
     timeout $((60 * SLOW)) "$B/train_gpt" $needs $x --dry-run >"$dir/dry" 2>&1
     formula <(sed -n '/live at the end/,$p' "$dir/dry")

@@ -860,6 +860,35 @@ static void registrations_refused(void) {
     }
 }
 
+/* Which leading dimensions of a parameter count matrices, for Muon. */
+static dt_status matrices_of(dt_ctx *ctx, void *user) {
+    static const struct {
+        const char *name;
+        int matrices;
+    } right[] = { { "wte.weight", 0 }, { "h.0.attn.q.weight", 0 }, { "h.0.attn.proj.weight", 0 },
+        { "h.0.mlp.gate_up.weight", 1 }, { "h.1.moe.router.weight", 0 },
+        { "h.1.moe.gate_up.weight", 2 }, { "h.1.moe.proj.weight", 1 }, { "ln_f.weight", 0 } };
+    (void)user;
+    gpt_register(ctx, (gpt_config){ .layers = 2,
+                          .width = 8,
+                          .heads = 2,
+                          .kv_heads = 2,
+                          .ffn = 6,
+                          .seq = 4,
+                          .vocab = 10,
+                          .tied = 1,
+                          .arch = GPT_LLAMA,
+                          .experts = 3,
+                          .moe_every = 2 });
+    for (size_t i = 0; i < sizeof right / sizeof *right; i++) {
+        const dt_tensor *t = dt_param_find(ctx, right[i].name);
+        if (CHECK_MSG(t, "no %s", right[i].name))
+            CHECK_MSG(t->param->desc.matrices == right[i].matrices, "%s: %d dimensions count",
+                right[i].name, t->param->desc.matrices);
+    }
+    return dt_error(ctx);
+}
+
 int main(int argc, char **argv) {
     if (argc > 2 && strcmp(argv[1], "--save") == 0) return save_models(argv[2]);
     if (argc > 1) golden_folder = argv[1];
@@ -892,6 +921,7 @@ int main(int argc, char **argv) {
     sampling();
     activation_formula();
     counts();
+    CHECK(dt_run((dt_run_desc){ .ranks = 1 }, matrices_of, NULL) == DT_OK);
     rmdir(path_of(scratch, "one"));
     rmdir(path_of(scratch, "two"));
     CHECK_MSG(rmdir(scratch) == 0, "files are left in %s", scratch);

@@ -985,7 +985,7 @@ static dt_status rank_main(dt_ctx *ctx, void *user) {
             ctx, (dt_schedule_desc){
                      .kind = s.sched, .ranks = s.pp, .micros = s.accum, .chunks = s.chunks });
     if (j->zero && dt_ctx_rank(ctx) == 0) {
-        r->states = j->zero->states;
+        r->states = j->zero->param_groups[0].states;
         r->optim_bytes = dt_memory_used(ctx).live[DT_MEM_OPTIM];
         r->optim_formula = dt_zero_state_bytes(j->zero);
         if (r->params == 0) describe_params(ctx, r);
@@ -1842,15 +1842,21 @@ static void check_failures(void) {
     }
 }
 
-/* 1-bit Adam on one rank, before and after the freeze. Its message to itself is in device memory,
-   where an access by the host ends the process. */
-static dt_status onebit_alone(dt_ctx *ctx, void *user) {
+/* 1-bit Adam on one rank, before and after the freeze, and Muon on two ranks. The messages are in
+   device memory, where an access by the host ends the process. */
+typedef struct alone {
+    int optimizer;
+    float *values;
+} alone;
+
+static dt_status train_alone(dt_ctx *ctx, void *user) {
+    const alone *a = (const alone *)user;
     enum { ROWS = 8, IN = 96, OUT = 32 };
     float x[ROWS * IN], y[ROWS * OUT];
-    dt_mesh mesh = dt_mesh_make(ctx, (dt_mesh_desc){ .dp = 1 });
     dt_tensor *w = dt_param(ctx, "w", DT_SHAPE(OUT, IN), DT_NORMAL(0.1));
     dt_zero *zero = dt_zero_make(
-        ctx, (dt_zero_desc){ .mesh = &mesh, .optimizer = DT_ONEBIT_ADAM, .freeze_steps = 2 });
+        ctx, (dt_zero_desc){
+                 .stage = a->optimizer == DT_MUON, .optimizer = a->optimizer, .freeze_steps = 2 });
     for (int i = 0; i < ROWS * IN; i++) x[i] = (float)sin(i);
     for (int i = 0; i < ROWS * OUT; i++) y[i] = (float)cos(3 * i);
     for (int step = 1; step <= 5 && dt_error(ctx) == DT_OK; step++) {
@@ -1859,25 +1865,29 @@ static dt_status onebit_alone(dt_ctx *ctx, void *user) {
         dt_zero_step(zero, 0.01);
         dt_reset(ctx);
     }
-    dt_read(w, user);
+    if (dt_ctx_rank(ctx) == 0) dt_read(w, a->values);
     return dt_error(ctx);
 }
 
-static void check_onebit(void) {
+static void check_alone(const char *name, int optimizer, int ranks) {
     enum { N = 32 * 96 };
     static float cpu[N], gpu[N];
     verdict v = { 0 };
-    spec s = { .devices = 1, .late = 10 };
+    spec s = { .devices = ranks, .late = 10 };
     double worst = 0, moved = 0;
-    CHECK(dt_run((dt_run_desc){ .ranks = 1, .kernels = dt_kernels_cpu() }, onebit_alone, cpu) ==
-          DT_OK);
-    CHECK(dt_run((dt_run_desc){ .ranks = 1, .kernels = devices_begin(s) }, onebit_alone, gpu) ==
-          DT_OK);
-    devices_end(&v, "1-bit Adam of one rank", s);
+    alone on_cpu = { optimizer, cpu }, on_gpu = { optimizer, gpu };
+    CHECK(dt_run((dt_run_desc){ .ranks = ranks, .kernels = dt_kernels_cpu() }, train_alone,
+              &on_cpu) == DT_OK);
+    CHECK(dt_run((dt_run_desc){ .ranks = ranks, .kernels = devices_begin(s) }, train_alone,
+              &on_gpu) == DT_OK);
+    devices_end(&v, name, s);
     for (int i = 0; i < N; i++)
         worst = fmax(worst, fabs(cpu[i] - gpu[i])), moved = fmax(moved, fabs(cpu[i]));
-    CHECK_MSG(
-        !v.failed && worst < 1e-5 && moved > 0.1, "1-bit Adam of one rank: %s, %g", v.why, worst);
+    CHECK_MSG(!v.failed && worst < 1e-5 && moved > 0.1, "%s: %s, %g", name, v.why, worst);
+}
+static void check_optimizers(void) {
+    check_alone("1-bit Adam of one rank", DT_ONEBIT_ADAM, 1);
+    check_alone("Muon of two ranks", DT_MUON, 2);
 }
 
 /* Ranks as threads refuse to start, with the reason, on devices without peer access or without any
@@ -1903,7 +1913,7 @@ static void check_refusals(void) {
 #else
 static void check_checkpoint(void) {}
 static void check_failures(void) {}
-static void check_onebit(void) {}
+static void check_optimizers(void) {}
 static void check_refusals(void) {}
 #endif
 
@@ -1924,7 +1934,7 @@ int main(int argc, char **argv) {
         ok = run_and_report(argv[0], seed, (int)((int64_t)i * n_listed / n));
     check_checkpoint();
     check_failures();
-    check_onebit();
+    check_optimizers();
     check_refusals();
     print_statistics(seed, ok && n == n_listed && cases >= CASES && from == 0);
     free(listed);
