@@ -1630,7 +1630,9 @@ DT_API dt_tensor *dt_max_pool2d(dt_tensor *x, dt_window_desc desc);
 DT_API dt_tensor *dt_avg_pool2d(dt_tensor *x, dt_window_desc desc);
 /* Group normalization of x (B,..,C), gain (C) and bias (C): for each index of B, each of `groups`
    groups of adjacent channels has mean 0 and variance 1 before gain and bias; eps 0 means 1e-5.
-   Computed from dt_layernorm, with several copies of x. arXiv:1803.08494. */
+   Computed from dt_layernorm, with several copies of x. Over a group of ranks x, gain and bias may
+   be sharded along C; `groups` still counts the groups of all ranks, and a rank must have whole
+   ones. arXiv:1803.08494. */
 DT_API dt_tensor *dt_group_norm(
     dt_tensor *x, int groups, dt_tensor *gain, dt_tensor *bias, double eps);
 /* table (V,C), ids (..) i32 -> (..,C): row ids[i] of the table for each id. An id outside the full
@@ -1645,6 +1647,10 @@ DT_API dt_tensor *dt_layernorm(dt_tensor *x, dt_tensor *gain, dt_tensor *bias, d
 DT_API dt_tensor *dt_rmsnorm(dt_tensor *x, dt_tensor *gain, double eps);
 /* x (..,C): e^x / sum of e^x, over the last dimension. */
 DT_API dt_tensor *dt_softmax(dt_tensor *x);
+/* x (..,C): ln of dt_softmax, finite where dt_softmax rounds to 0, for policy gradients and for the
+   divergence of two distributions. Computed from dt_exp and dt_ln, with several copies of x:
+   dt_cross_entropy needs none. */
+DT_API dt_tensor *dt_log_softmax(dt_tensor *x);
 
 /* Element-wise functions. dt_gelu is the tanh form and dt_gelu_erf the exact form
    (arXiv:1606.08415); dt_silu is x / (1 + e^-x), dt_sigmoid 1 / (1 + e^-x) and dt_softplus
@@ -1792,8 +1798,8 @@ typedef struct dt_attn_desc {
        query i has position i + TK - TQ */
     dt_tensor *positions, *key_positions;
     /* Sequence packing: document numbers of queries (B,TQ) and keys (B,TK), i32, for documents
-       packed into one sequence. If TQ = TK and key_documents is NULL, the keys have the queries'
-       document numbers. */
+       packed into one sequence. For a padding mask give padding another number than tokens. If
+       TQ = TK and key_documents is NULL, the keys have the queries' document numbers. */
     dt_tensor *documents, *key_documents;
     dt_tensor **lse; /* if not NULL, receives the log-sum-exp (B,H,TQ) */
 } dt_attn_desc;
@@ -2032,6 +2038,9 @@ DT_API void dt_tape(dt_ctx *ctx, int tape, int stage);
 /* [local] Lets the backward compute the gradient of t, for example of an input: t->grad is valid
    from the backward to dt_reset. Call dt_require_grad before the first use of t. Returns t. */
 DT_API dt_tensor *dt_require_grad(dt_tensor *t);
+/* [local] Returns x without its history, as PyTorch's detach(): no gradient passes from the result
+   to x. It has the data and placements of x, which are copied only where dt_alias copies them. */
+DT_API dt_tensor *dt_detach(dt_tensor *x);
 /* [local] If `on` is 1, ops record nothing from now on (for evaluation and generation); if `on` is
    0, they record again.
 
@@ -5113,7 +5122,7 @@ typedef struct dt__rule {
     X(PATCHES, "bh!w!c -> byxkc", .nonlinear = 0) \
     X(PATCHES_PADDED, "bh!w!c -> byxkc", .nonlinear = 1) \
     X(CONV, "b^!c+, o*!c+, o -> b^o", .addends = 4) \
-    X(GROUP_NORM, "b^!c!, c!, c! -> b^c", .nonlinear = ~0u, .addends = 4) \
+    X(GROUP_NORM, "b^!c, c, c -> b^c", .nonlinear = ~0u, .addends = 4) \
     X(GROUPED, ".i+, g~*i+, g~*, .* -> .*", .addends = 12) \
     X(GROUPED_ACTIVATION, ".i+, g~*i+, g~*, .* -> .*", .addends = 12, .activation = 1) \
     X(TABLE, "v+c, . -> .c", .nonlinear = 2) \
@@ -7768,6 +7777,11 @@ dt_tensor *dt_alias(dt_tensor *x) {
     return y;
 }
 
+dt_tensor *dt_detach(dt_tensor *x) {
+    dt_tensor *y = dt_alias(x);
+    return dt__propagate("dt_detach", y, DT__RULE_SCALE, x, NULL, NULL) ? y : NULL;
+}
+
 /* Replaces a size of -1 in *shape by the size that gives as many elements as x has. Returns 1, or 0
    after failing the context. */
 static int dt__shape_complete(const dt_tensor *x, dt_shape *shape) {
@@ -8349,6 +8363,28 @@ static dt_tensor *dt__patches(const char *op, dt_tensor *x, dt_window_desc desc,
     return dt__record_with(y, d, &w);
 }
 
+static dt_tensor *dt__as_type(dt_tensor *x, dt_dtype type) {
+    return !x || x->dtype == type ? x : dt_cast(x, type);
+}
+
+/* ln of softmax(x) is z - ln(sum of e^z), where z = x - max x; the maximum cancels in the gradient.
+   16-bit types are f32 up to the end, so that the result is rounded once. */
+dt_tensor *dt_log_softmax(dt_tensor *x) {
+    const dt_reduce_desc last = { { -1 }, 1, 1 };
+    dt_tensor *placed = dt__float_op_context("dt_log_softmax", 1, x, NULL, NULL)
+                            ? dt__view(x, x->shape, "dt_log_softmax")
+                            : NULL;
+    if (!placed || !dt__propagate("dt_log_softmax", placed, DT__RULE_LAST, x, NULL, NULL))
+        return NULL;
+    if (dt__last_dim(x) == 0 || x->shape.nd == 0)
+        return dt__shape_error("dt_log_softmax", x, "(..,C) is needed, with at least one column");
+    dt_tensor *z = dt__as_type(x, dt__wide(x->dtype, 1));
+    z = dt_sub(z, dt_detach(dt_max_dims(z, last)));
+    z = dt__as_type(dt_sub(z, dt_ln(dt_sum_dims(dt_exp(z), last))), x->dtype);
+    if (z) z->placements = placed->placements;
+    return z;
+}
+
 dt_tensor *dt_patches(dt_tensor *x, dt_window_desc desc, double pad_value) {
     return dt__patches("dt_patches", x, desc, pad_value);
 }
@@ -8419,8 +8455,24 @@ dt_tensor *dt_avg_pool2d(dt_tensor *x, dt_window_desc desc) {
     return dt__pool("dt_avg_pool2d", x, desc, 0, dt__mean);
 }
 
-static dt_tensor *dt__as_type(dt_tensor *x, dt_dtype type) {
-    return !x || x->dtype == type ? x : dt_cast(x, type);
+/* Returns the number of ranks that shard dimension `dim` of t. */
+static int64_t dt__shards_along(const dt_tensor *t, int dim) {
+    int64_t shards = 1;
+    for (int i = 0; t->placements && i < t->placements->n; i++) {
+        const dt__placed *p = &t->placements->by_group[i];
+        if (p->at.kind == DT_PLACEMENT_SHARD && p->at.dim == dim) shards *= p->group->size;
+    }
+    return shards;
+}
+
+/* Returns this rank's number of groups of channels; 0 if the ranks that shard the channels do not
+   have whole groups. x may be unplaced, for example from another pipeline stage. */
+static int dt__local_groups(const dt_tensor *x, const dt_tensor *gain, int groups) {
+    int64_t shards = dt__shards_along(x, x->shape.nd - 1), of_gain = dt__shards_along(gain, 0);
+    if (of_gain > shards) shards = of_gain;
+    /* a shard may have padding */
+    int whole = !gain->param || gain->param->full.d[0] == (int64_t)dt__last_dim(x) * shards;
+    return whole && groups % shards == 0 ? (int)(groups / shards) : 0;
 }
 
 /* Each group of channels of each image becomes a row of a layer normalization without gain and
@@ -8433,8 +8485,10 @@ dt_tensor *dt_group_norm(dt_tensor *x, int groups, dt_tensor *gain, dt_tensor *b
     dt_ctx *ctx = dt__float_op_context(op, 3, x, gain, bias);
     if (!ctx) return NULL;
     int64_t B = x->shape.nd ? x->shape.d[0] : 0, C = (int64_t)dt__last_dim(x), pixels = 1;
+    if (x->shape.nd >= 2 && groups > 0) groups = dt__local_groups(x, gain, groups);
     if (x->shape.nd < 2 || groups < 1 || C < 1 || C % groups)
-        return dt__shape_error(op, x, "(B,..,C) is needed, with C a multiple of the groups");
+        return dt__shape_error(op, x,
+            "(B,..,C) is needed, with C a multiple of the groups, and whole groups in each shard");
     for (int i = 1; i < 3; i++)
         if (in[i]->shape.nd != 1 || in[i]->shape.d[0] != C || in[i]->dtype != x->dtype)
             return dt__mismatch(op, x, in[i], "gain and bias need shape (C) and x's type");
@@ -12150,9 +12204,9 @@ DT__FN void DT__K(square_roots)(const DT__REAL *x, int64_t n, DT__REAL *y) {
     DT__REAL rest[sizeof(DT__V) / sizeof(DT__REAL)] = { 0 };
     int64_t i = 0;
     for (; i + DT__NV <= n; i += DT__NV) DT__STORE(y + i, DT__SQRT(DT__LOAD(x + i)));
-    for (int64_t k = i; k < n; k++) rest[k - i] = x[k];
+    for (int64_t k = 0; k < DT__NV && i + k < n; k++) rest[k] = x[i + k];
     DT__STORE(rest, DT__SQRT(DT__LOAD(rest)));
-    for (; i < n; i++) y[i] = rest[i % DT__NV];
+    for (int64_t k = 0; k < DT__NV && i + k < n; k++) y[i + k] = rest[k];
 }
 
 /* Returns ln(1 + e^-|x|), which is at most ln 2. */

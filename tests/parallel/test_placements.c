@@ -115,8 +115,10 @@ RUN(conv, dt_conv2d(x, y, z, WINDOW))
 RUN(conv_row, dt_conv1d(x, y, NULL, WINDOW))
 RUN(max_pool, dt_max_pool2d(x, WINDOW))
 RUN(avg_pool, dt_avg_pool2d(x, WINDOW))
-RUN(group_norm, dt_group_norm(x, 3, y, z, 0))
+RUN(group_norm, dt_group_norm(x, 6, y, z, 0))
 RUN(softmax, dt_softmax(x))
+RUN(log_softmax, dt_log_softmax(x))
+RUN(detach, dt_add(x, dt_detach(x)))
 RUN(topk, dt_topk(x, 2, NULL))
 RUN(slice_0, dt_slice(x, 0, 1, 2))
 RUN(slice_2, dt_slice(x, 2, 1, 2))
@@ -264,8 +266,11 @@ static const op_case ops[] = {
     { OP(conv_row), { S3, { 3, { 6, 3, 6 } } }, .params = 2, .accepted = 7, .params_accepted = 6 },
     { OP(max_pool), { S4 }, .accepted = 4 },
     { OP(avg_pool), { S4 }, .accepted = 5 },
-    { OP(group_norm), { S3, S1, S1 }, .params = 6, .accepted = 3, .params_accepted = 3 },
+    { OP(group_norm), { { 3, { 6, 6, 12 } }, { 1, { 12 } }, { 1, { 12 } } }, .params = 6,
+        .accepted = 4, .params_accepted = 4 },
     { OP(softmax), { S3 }, .accepted = 4 },
+    { OP(log_softmax), { S3 }, .accepted = 4 },
+    { OP(detach), { S3 }, .accepted = 6 },
     { OP(topk), { S3 }, .accepted = 4 },
     { OP(slice_0), { S3 }, .accepted = 5 },
     { OP(slice_2), { S3 }, .accepted = 5 },
@@ -612,6 +617,7 @@ typedef struct small {
     dt_tensor *up, *up_bias, *down, *down_bias;  /* (8,4), (8), (4,8), (4) */
     dt_tensor *marked, *gain, *positions, *head; /* (4), (4), (4,4), (6,4) */
     dt_tensor *router, *fc, *proj, *proj_bias;   /* (2,4), (2,8,4), (2,4,8), (2,4) */
+    dt_tensor *odd;                              /* (5), and one element of padding */
 } small;
 
 static void small_make_inputs(small *m) {
@@ -647,6 +653,7 @@ static void small_make(small *m, dt_ctx *ctx, int cp) {
     m->fc = dt_param_at(ctx, "fc", DT_SHAPE(2, 8, 4), DT_NORMAL(1), fc);
     m->proj = dt_param_at(ctx, "proj", DT_SHAPE(2, 4, 8), DT_NORMAL(1), proj);
     m->proj_bias = dt_param_at(ctx, "proj_bias", DT_SHAPE(2, 4), DT_NORMAL(1), plain);
+    m->odd = dt_param_at(ctx, "odd", DT_SHAPE(5), DT_ONES, rows);
     small_make_inputs(m);
 }
 
@@ -699,6 +706,9 @@ MISTAKE(slice, dt_slice(tokens(m), 1, 1, 1))
 MISTAKE(concat, dt_concat((dt_tensor *[]){ tokens(m), tokens(m) }, 2, 1))
 MISTAKE(dropout, dt_dropout(tokens(m), 0.5, 1, NULL))
 MISTAKE(norm, dt_layernorm(hidden(m), m->gain, m->gain, 0))
+MISTAKE(groups, dt_group_norm(hidden(m), 3, m->up_bias, m->up_bias, 0))
+MISTAKE(groups_padded,
+    dt_group_norm(dt_place(dt_slice(m->x, 2, 0, 3), m->tp, DT_SHARD(2)), 2, m->odd, m->odd, 0))
 MISTAKE(placed, dt_place(hidden(m), m->tp, DT_REPLICATE))
 MISTAKE(placed_param, dt_place(m->gain, m->tp, DT_REPLICATE))
 MISTAKE(repeated,
@@ -732,16 +742,20 @@ static dt_tensor *mistake_cp(small *m) {
 
 typedef struct mistake {
     int cp;
+    dt_status status;
     const char *name;
     dt_tensor *(*run)(small *m);
     const char *words[4];
 } mistake;
-#define WRONG(name) 0, #name, mistake_##name
-#define WRONG_CP(name) 1, #name, mistake_##name
+#define WRONG(name) 0, DT_ERR_ARG, #name, mistake_##name
+#define WRONG_SHAPE(name) 0, DT_ERR_SHAPE, #name, mistake_##name
+#define WRONG_CP(name) 1, DT_ERR_ARG, #name, mistake_##name
 static const mistake mistakes[] = {
     { WRONG(softmax),
         { "dt_softmax(dt_linear): dimension 2 of dt_linear (2,4,4) is sharded over 'tp'",
             "dt_redistribute(x, tp, DT_SHARD(2), DT_REPLICATE)" } },
+    { WRONG_SHAPE(groups), { "dt_group_norm(dt_linear)", "whole groups in each shard" } },
+    { WRONG_SHAPE(groups_padded), { "dt_group_norm(dt_slice)", "whole groups in each shard" } },
     { WRONG(enter), { "dt_linear(dt_input, up)", "the gradient of dt_input",
                         "dt_tp_enter(x, tp, DT_REPLICATE)" } },
     { WRONG(enter_unplaced), { "dt_linear(dt_rmsnorm, up)", "dt_tp_enter(x, tp, DT_REPLICATE)" } },
@@ -805,7 +819,7 @@ static void test_mistakes(void) {
     for (size_t i = 0; i < sizeof mistakes / sizeof *mistakes; i++) {
         outcome o;
         run(&o, 2, mistake_main, (void *)&mistakes[i]);
-        CHECK_MSG(o.status == DT_ERR_ARG, "%s: %s", mistakes[i].name, o.report.text);
+        CHECK_MSG(o.status == mistakes[i].status, "%s: %s", mistakes[i].name, o.report.text);
         for (int k = 0; k < 4 && mistakes[i].words[k]; k++)
             CHECK_MSG(strstr(o.report.text, mistakes[i].words[k]), "%s: '%s' is not in '%s'",
                 mistakes[i].name, mistakes[i].words[k], o.report.text);

@@ -1,20 +1,23 @@
-/* models.h - four models that are not GPTs, as a reader of dt would write them
+/* models.h - models that are not GPTs, as a reader of dt would write them
 
    They use only dt's public functions. Each model is a struct, a function that registers the
    parameters of this rank's pipeline stage, and a function that runs this stage:
 
        mixer      MLP-Mixer: MLPs over the tokens and over the channels of patches
-       gru        recurrent network: the same weights at each time step
+       gru        recurrent network: the same weights at each time step; its hidden state may carry
+                  on from step to step
        towers     two-tower retrieval: two embeddings and the similarity of each pair in the batch
        vit        transformer over patches: every token attends to every token
+       bert       encoder that classifies texts of unequal length
+       cnn        convolutions, group norm and pooling on images of digits
 
    What each axis divides:
 
        dp         sequences. The loss is divided by the number of the whole step
-       tp         hidden units, heads, rows of tables, classes. mlp_run is the pattern
-       cp         tokens of mixer and vit, up to the mean of the tokens. The mean has one row per
+       tp         hidden units, heads, channels, rows of tables, classes. mlp_run is the pattern
+       cp         tokens of mixer, vit and bert, up to the sum of the tokens. The sum has one row per
                   sequence. If every rank of cp computed the head for all rows, the head's gradient
-                  would count once per rank, because dt adds gradients over cp. So mean_of_tokens
+                  would count once per rank, because dt adds gradients over cp. So sum_of_tokens
                   gives each rank of cp a part of the rows
        pp         layers, in equal ranges; a stage passes one tensor on
 
@@ -32,20 +35,25 @@ typedef struct setup {
     dt_ctx *ctx;
     dt_mesh mesh;
     dt_dtype dtype;
-    int sp;        /* vit: 1: sequence parallelism over tp */
+    int sp;        /* vit, bert: 1: sequence parallelism over tp */
     int cp_kind;   /* DT_CP_* */
     int recompute; /* 1: each layer, tower or time step is recomputed in the backward */
     int rows;      /* sequences, or pairs, of a step over all ranks */
     int global;    /* towers: 1: the pairs of all ranks of dp are negatives */
+    int mean;      /* bert: 1: classifies the mean of the real tokens; 0: the first token */
+    int carry;     /* gru: 1: a step begins with the hidden state of the step before */
+    int apart;     /* agent: 1: the losses of actor and critic have a backward each */
 } setup;
 
-/* One micro-batch of one replica, from the stored arrays: n sequences or pairs. */
+/* Micro-batch number `micro` of one replica, from the stored arrays: n sequences or pairs. */
 typedef struct batch {
-    int n;
+    int n, micro, part; /* part: of the step, if the model's networks train one after the other */
     const double *x, *y;
 } batch;
 
-enum { LAYERS = 2, MOST_ROWS = 64 }; /* MOST_ROWS: sequences or pairs of a micro-batch */
+/* at most MOST_ROWS sequences or pairs in a micro-batch, MOST_TOKENS tokens in a sequence, and
+   MOST_MICROS micro-batches */
+enum { LAYERS = 2, MOST_ROWS = 64, MOST_TOKENS = 8, MOST_MICROS = 4 };
 
 // ==== Pieces that several models use ============================================================
 
@@ -132,18 +140,31 @@ static dt_tensor *token_input(const setup *s, batch b, int tokens, int width) {
     return x;
 }
 
-/* Mean over all tokens of x (n,t,C), whose tokens may be divided over cp and, under sequence
+/* Sum over all tokens of x (n,t,C), whose tokens may be divided over cp and, under sequence
    parallelism, over tp: (n/c,C), this rank of cp's share of the sequences. */
-static dt_tensor *mean_of_tokens(const setup *s, dt_tensor *x, int tokens) {
-    x = dt_affine(dt_sum_over(x, 1), 1.0 / tokens, 0);
+static dt_tensor *sum_of_tokens(const setup *s, dt_tensor *x) {
+    x = dt_sum_over(x, 1);
     if (s->sp) x = dt_redistribute(x, s->mesh.tp, DT_PARTIAL, DT_REPLICATE);
     return dt_redistribute(x, s->mesh.cp, DT_PARTIAL, DT_SHARD(0));
 }
 
-/* The labels of the sequences that mean_of_tokens gives to this rank. */
+static dt_tensor *mean_of_tokens(const setup *s, dt_tensor *x, int tokens) {
+    return dt_affine(sum_of_tokens(s, x), 1.0 / tokens, 0);
+}
+
+/* The labels of the sequences that sum_of_tokens gives to this rank. */
 static dt_tensor *label_input(const setup *s, batch b) {
     dt_tensor *all = numbers(s, DT_I32, DT_SHAPE(b.n), b.y);
     return dt_redistribute(all, s->mesh.cp, DT_REPLICATE, DT_SHARD(0));
+}
+
+/* The rows of `table` (T,C) at this rank's token positions, in their order: (n,T/c,C) */
+static dt_tensor *positions(const setup *s, dt_tensor *table, int n, int tokens) {
+    int c = dt_comm_size(s->mesh.cp), me = dt_comm_rank(s->mesh.cp), own = tokens / c;
+    int32_t ids[MOST_ROWS * MOST_TOKENS];
+    for (int i = 0; i < n * own; i++)
+        ids[i] = (int32_t)dt_cp_token(s->cp_kind, tokens, c, me, i % own);
+    return dt_embedding(table, dt_input(s->ctx, DT_I32, DT_SHAPE(n, own), ids));
 }
 
 /* The pipeline stage that has layer l. */
@@ -232,10 +253,17 @@ enum { G_TIME = 5, G_IN = 3, G_HIDDEN = 6, G_OUT = 2 };
 
    The products of all x with W are one product; the products with U are one per time step, because
    h is the result of the step before. tp divides the hidden units: each step computes this rank's
-   units of h' from all units of h. The gradient of U is the sum over all time steps. */
+   units of h' from all units of h. The gradient of U is the sum over all time steps.
+
+   Truncated backpropagation through time (setup.carry): a step's sequences go on where those of the
+   step before ended. dt_keep carries the last h of each layer and micro-batch over dt_reset, without
+   its history: the backward stops there. Each rank keeps the units of its shard, of the sequences of
+   its replica, in the layers of its stage. */
 typedef struct gru_layer {
     const setup *s;
     dt_tensor *x, *x_bias, *h, *h_bias; /* (3,H,..): r, z, n */
+    dt_tensor *state[MOST_MICROS];      /* h (n,1,H/N) after the step before; NULL: zeros */
+    int number;
 } gru_layer;
 
 typedef struct gru {
@@ -259,6 +287,7 @@ static void gru_make(void *model, const setup *s, int stage) {
         if (stage_of(s, l) != stage) continue;
         scope(s, l, "");
         p->s = s;
+        p->number = l;
         p->x = sharded(s, "x", DT_SHAPE(3, G_HIDDEN, l ? G_HIDDEN : G_IN), 1);
         p->x_bias = weight_at(s, "x_bias", DT_SHAPE(3, G_HIDDEN), bias);
         p->h = sharded(s, "h", DT_SHAPE(3, G_HIDDEN, G_HIDDEN), 1);
@@ -270,17 +299,13 @@ static void gru_make(void *model, const setup *s, int stage) {
     m->head_bias = weight(s, "head_bias", DT_SHAPE(G_OUT));
 }
 
-static dt_tensor *sigmoid(dt_tensor *x) {
-    return dt_affine(dt_tanh(dt_affine(x, 0.5, 0)), 0.5, 0.5);
-}
-
 /* h (n,1,H/N) -> h' */
 static dt_tensor *gru_step_run(dt_tensor *h, void *user) {
     gru_step *p = (gru_step *)user;
     const gru_layer *l = p->layer;
     dt_tensor *x = dt_slice(p->x, 1, p->t, 1);
     dt_tensor *u = dt_linear(dt_tp_enter(h, l->s->mesh.tp, DT_SHARD(2)), l->h, l->h_bias);
-    dt_tensor *rz = sigmoid(dt_add(dt_slice(x, 2, 0, 2), dt_slice(u, 2, 0, 2)));
+    dt_tensor *rz = dt_sigmoid(dt_add(dt_slice(x, 2, 0, 2), dt_slice(u, 2, 0, 2)));
     dt_tensor *r = dt_slice(rz, 2, 0, 1), *z = dt_slice(rz, 2, 1, 1);
     dt_tensor *n = dt_tanh(dt_add(dt_slice(x, 2, 2, 1), dt_mul(r, dt_slice(u, 2, 2, 1))));
     if (!n) return NULL;
@@ -289,15 +314,20 @@ static dt_tensor *gru_step_run(dt_tensor *h, void *user) {
     return dt_reshape(h, DT_SHAPE(all.d[0], 1, all.d[3]));
 }
 
-static dt_tensor *gru_layer_run(gru_layer *l, dt_tensor *x, dt_placement outside, int n) {
+static dt_tensor *gru_layer_run(gru_layer *l, dt_tensor *x, dt_placement outside, batch b) {
     const double zeros[MOST_ROWS * G_HIDDEN] = { 0 };
-    dt_tensor *h[G_TIME + 1], *w = l->x;
+    dt_tensor *h[G_TIME + 1], *w = l->x, **state = &l->state[b.micro];
     x = dt_column_linear(x, w, l->x_bias, (dt_linear_desc){ 0 }, l->s->mesh.tp, outside);
-    h[0] = numbers(l->s, l->s->dtype, DT_SHAPE(n, 1, w->shape.d[1]), zeros);
+    h[0] = *state ? *state : numbers(l->s, l->s->dtype, DT_SHAPE(b.n, 1, w->shape.d[1]), zeros);
     for (int t = 0; t < G_TIME; t++) {
         gru_step step = { l, x, t };
         h[t + 1] = dt_block_at(l->s->ctx, gru_step_run, h[t], &step,
             (dt_block_desc){ .recompute = l->s->recompute, .user_bytes = sizeof step });
+    }
+    if (l->s->carry) {
+        char name[32];
+        snprintf(name, sizeof name, "%d.hidden.%d", l->number, b.micro);
+        *state = dt_keep(h[G_TIME], name);
     }
     return dt_concat(h + 1, G_TIME, 1);
 }
@@ -307,7 +337,7 @@ static dt_tensor *gru_run(void *model, const setup *s, dt_tensor *x, int stage, 
     if (stage == 0) x = numbers(s, s->dtype, DT_SHAPE(b.n, G_TIME, G_IN), b.x);
     for (int l = 0; l < LAYERS; l++)
         if (stage_of(s, l) == stage)
-            x = gru_layer_run(&m->layer[l], x, l ? DT_SHARD(2) : DT_REPLICATE, b.n);
+            x = gru_layer_run(&m->layer[l], x, l ? DT_SHARD(2) : DT_REPLICATE, b);
     if (stage < s->mesh.sizes.pp - 1) return x;
     x = dt_row_linear(x, m->head, m->head_bias, NULL, s->mesh.tp, DT_REPLICATE);
     dt_tensor *y = numbers(s, s->dtype, DT_SHAPE(b.n, G_TIME, G_OUT), b.y);
@@ -470,15 +500,6 @@ static void vit_make(void *model, const setup *s, int stage) {
     m->head_bias = weight(s, "head_bias", DT_SHAPE(V_CLASSES));
 }
 
-/* The learned positions of this rank's tokens, in their order: (n,T/c,C) */
-static dt_tensor *positions(const setup *s, const vit *m, int n) {
-    int c = dt_comm_size(s->mesh.cp), own = V_PATCHES / c;
-    int32_t ids[MOST_ROWS * V_PATCHES];
-    for (int i = 0; i < n * own; i++)
-        ids[i] = (int32_t)dt_cp_token(s->cp_kind, V_PATCHES, c, dt_comm_rank(s->mesh.cp), i % own);
-    return dt_embedding(m->position, dt_input(s->ctx, DT_I32, DT_SHAPE(n, own), ids));
-}
-
 static dt_tensor *vit_layer_run(dt_tensor *x, void *user) {
     vit_call *c = (vit_call *)user;
     const vit_layer *l = c->layer;
@@ -499,7 +520,7 @@ static dt_tensor *vit_run(void *model, const setup *s, dt_tensor *x, int stage, 
     dt_cp *cp = dt_cp_make(s->ctx, s->mesh.cp, full);
     if (stage == 0) {
         x = dt_linear_at(token_input(s, b, V_PATCHES, V_IN), m->patch, m->patch_bias,
-            (dt_linear_desc){ .residual = positions(s, m, b.n) });
+            (dt_linear_desc){ .residual = positions(s, m->position, b.n, V_PATCHES) });
         if (s->sp) x = dt_redistribute(x, s->mesh.tp, DT_REPLICATE, DT_SHARD(1));
     }
     for (int l = 0; l < LAYERS; l++) {
@@ -511,6 +532,215 @@ static dt_tensor *vit_run(void *model, const setup *s, dt_tensor *x, int stage, 
     if (stage < s->mesh.sizes.pp - 1) return x;
     x = mean_of_tokens(s, norm_run(m->norm, x), V_PATCHES);
     return dt_cross_entropy(dt_linear(x, m->head, m->head_bias), label_input(s, b), s->rows);
+}
+
+// ==== Encoder that classifies texts ===============================================================
+
+enum {
+    B_VOCAB = 13,
+    B_TOKENS = 8,
+    B_WIDTH = 8,
+    B_HEADS = 4,
+    B_HEAD = 2,
+    B_HIDDEN = 11,
+    B_CLASSES = 3,
+    B_PAD = 0 /* the id that fills a short text up to B_TOKENS */
+};
+
+/* J. Devlin et al., "BERT", arXiv:1810.04805. Norms come after the residual sums:
+
+       x = norm(word + position)      x = norm(x + attention(x))      x = norm(x + MLP(x))
+
+   Texts have unequal lengths, and a query must not attend to padding. So the padding of a text is
+   another document than its tokens. What padding computes does not matter, because the classifier
+   reads a weighted sum of the tokens in which padding has the weight 0: the first token, whose id
+   says "classify", or the mean of the real tokens. Under cp and sp each rank adds its own tokens. */
+typedef struct bert_layer {
+    dt_tensor *qkv[3], *qkv_bias[3], *out, *out_bias;
+    norm norm_1, norm_2;
+    mlp mlp;
+} bert_layer;
+
+typedef struct bert {
+    dt_tensor *word, *position, *pooler, *pooler_bias, *head, *head_bias;
+    norm norm;
+    bert_layer layer[LAYERS];
+} bert;
+
+typedef struct bert_call {
+    const setup *s;
+    const bert_layer *layer;
+    dt_cp *cp;
+} bert_call;
+
+static void bert_layer_make(bert_layer *p, const setup *s, int l) {
+    static const char *const names[3][2] = { { "q", "q_bias" }, { "k", "k_bias" },
+        { "v", "v_bias" } };
+    /* a bias (H,D) has two dimensions, but must not decay */
+    dt_param_desc bias = { .shards = { { s->mesh.tp, 0 } }, .no_decay = 1 };
+    scope(s, l, "");
+    for (int i = 0; i < 3; i++) {
+        p->qkv[i] = sharded(s, names[i][0], DT_SHAPE(B_HEADS, B_HEAD, B_WIDTH), 0);
+        p->qkv_bias[i] = weight_at(s, names[i][1], DT_SHAPE(B_HEADS, B_HEAD), bias);
+    }
+    p->out = sharded(s, "out", DT_SHAPE(B_WIDTH, B_HEADS * B_HEAD), 1);
+    p->out_bias = weight_at(s, "out_bias", DT_SHAPE(B_WIDTH), replicated(s));
+    p->norm_1 = norm_make(s, l, "norm_1.", B_WIDTH);
+    p->mlp = mlp_make(s, l, "mlp.", B_WIDTH, B_HIDDEN, B_WIDTH);
+    p->norm_2 = norm_make(s, l, "norm_2.", B_WIDTH);
+}
+
+static void bert_make(void *model, const setup *s, int stage) {
+    bert *m = (bert *)model;
+    if (stage == 0) {
+        m->word = sharded(s, "word", DT_SHAPE(B_VOCAB, B_WIDTH), 0);
+        m->position = weight(s, "position", DT_SHAPE(B_TOKENS, B_WIDTH));
+        m->norm = norm_make(s, -1, "norm.", B_WIDTH);
+    }
+    for (int l = 0; l < LAYERS; l++)
+        if (stage_of(s, l) == stage) bert_layer_make(&m->layer[l], s, l);
+    if (stage < s->mesh.sizes.pp - 1) return;
+    scope(s, -1, "");
+    m->pooler = sharded(s, "pooler", DT_SHAPE(B_WIDTH, B_WIDTH), 0);
+    m->pooler_bias = sharded(s, "pooler_bias", DT_SHAPE(B_WIDTH), 0);
+    m->head = sharded(s, "head", DT_SHAPE(B_CLASSES, B_WIDTH), 1);
+    m->head_bias = weight(s, "head_bias", DT_SHAPE(B_CLASSES));
+}
+
+/* Attention in which the padding of a text is document 1 and its tokens are document 0. dt_cp_make
+   wants the documents of the tokens of all ranks of cp, in the order of the ranks. */
+static dt_cp *bert_mask(const setup *s, batch b) {
+    int c = dt_comm_size(s->mesh.cp), own = B_TOKENS / c;
+    int32_t documents[MOST_ROWS * B_TOKENS];
+    for (int i = 0; i < b.n * B_TOKENS; i++) {
+        int at = i % B_TOKENS;
+        int64_t token = dt_cp_token(s->cp_kind, B_TOKENS, c, at / own, at % own);
+        documents[i] = b.x[i - at + token] == B_PAD;
+    }
+    dt_cp_desc desc = { .kind = s->cp_kind, .batch = b.n, .tokens = B_TOKENS, .full = 1 };
+    desc.documents = documents;
+    return dt_cp_make(s->ctx, s->mesh.cp, desc);
+}
+
+/* The weight of each of this rank's tokens in the sum that is classified: (n,t,1) */
+static dt_tensor *bert_weights(const setup *s, batch b) {
+    double all[MOST_ROWS * B_TOKENS];
+    batch of_tokens = { b.n, b.micro, 0, all, NULL };
+    for (int i = 0; i < b.n; i++) {
+        int real = 0;
+        for (int t = 0; t < B_TOKENS; t++) real += b.x[i * B_TOKENS + t] != B_PAD;
+        for (int t = 0; t < B_TOKENS; t++)
+            all[i * B_TOKENS + t] = s->mean ? (t < real ? 1.0 / real : 0) : t == 0;
+    }
+    dt_tensor *w = token_input(s, of_tokens, B_TOKENS, 1);
+    return s->sp ? dt_redistribute(w, s->mesh.tp, DT_REPLICATE, DT_SHARD(1)) : w;
+}
+
+static dt_tensor *bert_layer_run(dt_tensor *x, void *user) {
+    bert_call *c = (bert_call *)user;
+    const bert_layer *l = c->layer;
+    dt_comm *tp = c->s->mesh.tp;
+    dt_placement outside = c->s->sp ? DT_SHARD(1) : DT_REPLICATE;
+    dt_tensor *y = dt_tp_enter(x, tp, outside), *qkv[3];
+    for (int i = 0; i < 3; i++) qkv[i] = dt_linear(y, l->qkv[i], l->qkv_bias[i]);
+    y = dt_cp_attention(qkv[0], qkv[1], qkv[2], c->cp);
+    if (!y) return NULL;
+    y = dt_reshape(y, DT_SHAPE(y->shape.d[0], -1, y->shape.d[2] * B_HEAD));
+    x = norm_run(l->norm_1, dt_row_linear(y, l->out, l->out_bias, x, tp, outside));
+    return norm_run(l->norm_2, mlp_run(c->s, l->mlp, DT_ACT_GELU_ERF, x, x, outside));
+}
+
+static dt_tensor *bert_run(void *model, const setup *s, dt_tensor *x, int stage, batch b) {
+    bert *m = (bert *)model;
+    dt_cp *cp = bert_mask(s, b);
+    if (stage == 0) {
+        dt_tensor *ids = dt_cast(token_input(s, b, B_TOKENS, 1), DT_I32);
+        ids = dt_reshape(ids, DT_SHAPE(b.n, -1));
+        x = dt_vocab_embedding(m->word, ids, s->mesh.tp, DT_REPLICATE);
+        x = dt_add(x, positions(s, m->position, b.n, B_TOKENS));
+        if (s->sp) x = dt_redistribute(x, s->mesh.tp, DT_REPLICATE, DT_SHARD(1));
+        x = norm_run(m->norm, x);
+    }
+    for (int l = 0; l < LAYERS; l++) {
+        bert_call call = { s, &m->layer[l], cp };
+        if (stage_of(s, l) == stage)
+            x = dt_block_at(s->ctx, bert_layer_run, x, &call,
+                (dt_block_desc){ .recompute = s->recompute, .user_bytes = sizeof call });
+    }
+    if (stage < s->mesh.sizes.pp - 1) return x;
+    x = sum_of_tokens(s, dt_mul(x, bert_weights(s, b)));
+    dt_linear_desc tanh = { .activation = DT_ACT_TANH };
+    x = dt_column_linear(x, m->pooler, m->pooler_bias, tanh, s->mesh.tp, DT_REPLICATE);
+    x = dt_row_linear(x, m->head, m->head_bias, NULL, s->mesh.tp, DT_REPLICATE);
+    return dt_cross_entropy(x, label_input(s, b), s->rows);
+}
+
+// ==== Convolutions ==============================================================================
+
+enum { C_SIZE = 8, C_GROUPS = 2, C_CLASSES = 10 };
+static const int c_channels[LAYERS + 1] = { 1, 4, 8 };
+
+/* A layer: convolution 3 x 3 -> group norm (arXiv:1803.08494) -> ReLU -> maximum of 2 x 2 pixels.
+
+   tp divides the channels as it divides the hidden units of an MLP. The first convolution is
+   column-parallel: a rank computes its output channels, and norm, ReLU and maximum treat channels or
+   groups of them alone, so a rank must have whole groups. The second is row-parallel: it sums over
+   this rank's input channels, and one all-reduce adds the sums of the ranks, before the bias. */
+typedef struct cnn_layer {
+    const setup *s;
+    int number;
+    dt_tensor *conv, *bias, *gain, *shift;
+} cnn_layer;
+
+typedef struct cnn {
+    cnn_layer layer[LAYERS];
+    dt_tensor *head, *head_bias;
+} cnn;
+
+static void cnn_make(void *model, const setup *s, int stage) {
+    cnn *m = (cnn *)model;
+    for (int l = 0; l < LAYERS; l++) {
+        cnn_layer *p = &m->layer[l];
+        if (stage_of(s, l) != stage) continue;
+        int in = c_channels[l], out = c_channels[l + 1];
+        dt_param_desc each = { .dtype = s->dtype };
+        if (l == 0) each.shards[0] = (dt_shard_spec){ s->mesh.tp, 0 };
+        p->s = s;
+        p->number = l;
+        scope(s, l, "");
+        p->conv = sharded(s, "conv", DT_SHAPE(out, 3, 3, in), l ? 3 : 0);
+        p->bias = weight_at(s, "conv_bias", DT_SHAPE(out), each);
+        p->gain = dt_param_at(s->ctx, "norm.gain", DT_SHAPE(out), DT_ONES, each);
+        p->shift = weight_at(s, "norm.bias", DT_SHAPE(out), each);
+    }
+    if (stage < s->mesh.sizes.pp - 1) return;
+    scope(s, -1, "");
+    m->head = sharded(s, "head", DT_SHAPE(C_CLASSES, c_channels[LAYERS] * C_SIZE * C_SIZE / 16), 0);
+    m->head_bias = sharded(s, "head_bias", DT_SHAPE(C_CLASSES), 0);
+}
+
+/* x (n,S,S,C) -> (n,S/2,S/2,C') */
+static dt_tensor *cnn_layer_run(dt_tensor *x, void *user) {
+    cnn_layer *l = (cnn_layer *)user;
+    dt_window_desc window = { .padding = { 1, 1 } }, two = { .kernel = { 2, 2 } };
+    x = dt_conv2d(x, l->conv, l->number ? NULL : l->bias, window);
+    if (l->number > 0)
+        x = dt_add(dt_redistribute(x, l->s->mesh.tp, DT_PARTIAL, DT_REPLICATE), l->bias);
+    return dt_max_pool2d(dt_relu(dt_group_norm(x, C_GROUPS, l->gain, l->shift, 0)), two);
+}
+
+static dt_tensor *cnn_run(void *model, const setup *s, dt_tensor *x, int stage, batch b) {
+    cnn *m = (cnn *)model;
+    if (stage == 0) x = numbers(s, s->dtype, DT_SHAPE(b.n, C_SIZE, C_SIZE, 1), b.x);
+    for (int l = 0; l < LAYERS; l++)
+        if (stage_of(s, l) == stage)
+            x = dt_block_at(s->ctx, cnn_layer_run, x, &m->layer[l],
+                (dt_block_desc){ .recompute = s->recompute });
+    if (stage < s->mesh.sizes.pp - 1) return x;
+    x = dt_reshape(x, DT_SHAPE(b.n, -1));
+    x = dt_column_linear(x, m->head, m->head_bias, (dt_linear_desc){ 0 }, s->mesh.tp, DT_REPLICATE);
+    return dt_vocab_cross_entropy(
+        x, label_input(s, b), s->rows, (dt_loss_desc){ .vocab = C_CLASSES }, s->mesh.tp);
 }
 
 #endif /* MODELS_H */

@@ -606,6 +606,7 @@ static dt_tensor *build_unary(dt_tensor **in, fd_case *c) {
     if (c->kind == 18) return dt_clamp(in[0], -0.5, 0.7);
     if (c->kind == 19) return dt_pow(above_zero(in[0]), c->weight);
     if (c->kind == 20) return dt_pow(in[0], c->weight);
+    if (c->kind == 21) return dt_log_softmax(dt_affine(in[0], 30, 0));
     return f[c->kind](in[0]);
 }
 
@@ -625,6 +626,11 @@ static void fd_unary(void) {
                 .kind = kind,
                 .weight = kind == 19 ? i - 1.5 : i,
                 .shape = { DT_SHAPE(3, odd[i]) } });
+    fd_check((fd_case){ .name = "log-softmax",
+        .build = build_unary,
+        .n = 1,
+        .kind = 21,
+        .shape = { DT_SHAPE(3, 17) } });
     fd_check((fd_case){ .name = "softmax of large values",
         .build = build_unary,
         .n = 1,
@@ -1889,7 +1895,7 @@ static void rounded_once(void) {
             { dt_softmax(x), dt_softmax(x32) }, { dt_sum_over(x, 0), dt_sum_over(x32, 0) },
             { dt_mean_over(x, 1), dt_mean_over(x32, 1) }, { dt_tanh(x), dt_tanh(x32) },
             { dt_dropout(x, 0.3, 5, NULL), dt_dropout(x32, 0.3, 5, NULL) },
-            { dt_div(x, y), dt_div(x32, y32) } };
+            { dt_div(x, y), dt_div(x32, y32) }, { dt_log_softmax(x), dt_log_softmax(x32) } };
         for (size_t i = 0; i < sizeof pair / sizeof *pair; i++) {
             int wrong = 0;
             for (int64_t k = 0; pair[i][0] && k < dt_count(pair[i][0]->shape); k++)
@@ -2049,6 +2055,8 @@ ROW(rmsnorm, dt_rmsnorm(p->x, p->w, 0))
 ROW(rmsnorm_null, dt_rmsnorm(p->x, NULL, 0))
 ROW(layernorm_null, dt_layernorm(p->x, p->w, NULL, 0))
 ROW(softmax, dt_softmax(p->ints))
+ROW(log_softmax, dt_log_softmax(p->ints))
+ROW(log_softmax_scalar, dt_log_softmax(dt_sum_over(p->x, DT_ALL)))
 ROW(softmax_bytes, dt_softmax(dt_cast(p->ints, DT_U8)))
 ROW(add_long, dt_add(dt_cast(p->ints, DT_I64), dt_cast(p->ints, DT_I64)))
 ROW(param_long,
@@ -2272,6 +2280,8 @@ static const struct row {
     { r_clamp_nan, DT_ERR_ARG, { "dt_clamp", "low nan" } },
     { r_clamp_ints, DT_ERR_SHAPE, { "dt_clamp", "not for integers" } },
     { r_swiglu, DT_ERR_SHAPE, { "dt_swiglu", "(3,4)" } },
+    { r_log_softmax, DT_ERR_SHAPE, { "dt_log_softmax", "not for integers" } },
+    { r_log_softmax_scalar, DT_ERR_SHAPE, { "dt_log_softmax", "at least one column" } },
     { r_softmax_bytes, DT_ERR_SHAPE, { "dt_softmax", "u8 (3): not for integers" } },
     { r_add_long, DT_ERR_SHAPE, { "dt_add", "i64" } },
     { r_param_long, DT_ERR_ARG, { "dt_param(long): type i64; use f32" } },
@@ -3015,6 +3025,53 @@ static void print(void) {
     dt_ctx_free(ctx);
 }
 
+/* ln of softmax is exact for probabilities that round to 0, and for logits whose e^x overflows. */
+static void log_softmax_range(void) {
+    meter m = METER;
+    dt_ctx *ctx = open_ctx(&m);
+    const float logits[6] = { 0, -2000, 3, 3000, 3000, -INFINITY };
+    float y[6];
+    dt_tensor *x = dt_require_grad(dt_input(ctx, DT_F32, DT_SHAPE(2, 3), logits));
+    dt_tensor *out = dt_log_softmax(x);
+    CHECK(dt_read(out, y) == DT_OK &&
+          dt_backward(dt_sum_over(dt_select(out, 1, 0), DT_ALL)) == DT_OK);
+    CHECK(fabsf(y[1] + 2003.0486f) < 1e-3f && fabsf(y[2] + 0.0486f) < 1e-4f);
+    CHECK(fabsf(y[3] + 0.6931472f) < 1e-6f && y[4] == y[3] && y[5] == -INFINITY);
+    for (int i = 0; i < 6; i++) {
+        float want = (i % 3 == 0) - expf(y[i]);
+        CHECK_MSG(x->grad && fabsf(((float *)x->grad)[i] - want) < 1e-6f, "gradient %d", i);
+    }
+    close_good(ctx, &m, "log-softmax");
+}
+
+/* The gradient of x times detached x is x, not 2 x; a detached tensor has no history to go back
+   through, also not that of a parameter or of a recomputed block. */
+static dt_tensor *detach_block(dt_tensor *x, void *user) {
+    (void)user;
+    dt_tensor *y = dt_exp(x);
+    return dt_mul(y, dt_detach(y));
+}
+
+static void detached(void) {
+    for (int recompute = 0; recompute < 2; recompute++) {
+        meter m = METER;
+        dt_ctx *ctx = open_ctx(&m);
+        dt_tensor *w = dt_param(ctx, "w", DT_SHAPE(4), DT_NORMAL(1)), *stopped = dt_detach(w);
+        CHECK(stopped && !stopped->needs_grad && dt_detach(NULL) == NULL);
+        dt_tensor *x = dt_mul(w, stopped);
+        x = dt_block_at(ctx, detach_block, x, NULL, (dt_block_desc){ .recompute = recompute });
+        CHECK(dt_backward(dt_sum_over(x, DT_ALL)) == DT_OK);
+        for (int i = 0; i < 4; i++) { /* of e^(w c) d with c = w and d = e^(w c) */
+            float at = ((float *)w->data)[i], want = at * expf(2 * at * at);
+            CHECK_MSG(fabsf(((float *)w->grad)[i] - want) < 1e-5f * (1 + fabsf(want)),
+                "recompute %d: gradient %d is %g, not %g", recompute, i, ((float *)w->grad)[i],
+                want);
+        }
+        CHECK(memcmp(stopped->data, w->data, 16) == 0);
+        close_good(ctx, &m, "detach");
+    }
+}
+
 int main(int argc, char **argv) {
     if (argc > 1) golden_folder = argv[1];
     test_finite_differences();
@@ -3035,5 +3092,7 @@ int main(int argc, char **argv) {
     mixed_scalars();
     grad_check();
     print();
+    log_softmax_range();
+    detached();
     return check_done("test_ops");
 }
