@@ -57,7 +57,7 @@
         vocabulary-parallel embedding, vocabulary-parallel cross-entropy, grouped-query attention)
      4. Context parallelism (ring attention, zig-zag, Ulysses, all-gather context parallelism)
      5. Expert parallelism (mixture of experts (MoE), router, expert capacity, token dispatch,
-        token combine, load-balancing loss)
+        token combine, load-balancing loss, sigmoid routing, group-limited routing)
      6. Pipeline schedules (GPipe (AFAB), 1F1B, interleaved 1F1B, zero bubble (ZB-H1),
         bubble fraction)
      7. Pipeline parallelism (stages, micro-batches, tied embeddings)
@@ -420,6 +420,12 @@ typedef struct dt_route_counts {
     double balance, z;
 } dt_route_counts;
 
+/* Scores of a router. SOFTMAX: softmax of the logits. SIGMOID: sigmoid routing of DeepSeek-V3,
+   arXiv:2412.19437: the sigmoid of each logit. The gates are then divided by their sum even if k =
+   1, and P_e of the load-balancing loss is the mean over tokens of the expert's score divided by
+   the sum of all experts' scores: DeepSeek-V3's sequence-wise balance loss. */
+enum { DT_ROUTE_SOFTMAX = 0, DT_ROUTE_SIGMOID };
+
 typedef struct dt_route_desc {
     int k; /* number of experts per token, at most E; 0 means 1 */
     /* Expert capacity, as a factor; 0 means no limit (dropless). With capacity > 0 each expert
@@ -453,6 +459,14 @@ typedef struct dt_route_desc {
        tokens. NULL: the positions of dt_cp_token */
     const int32_t *positions;
     dt_route_counts *counts; /* NULL: count nothing */
+    int scores; /* DT_ROUTE_*: the function from the logits x w^T to the experts' scores */
+    /* Group-limited routing (arXiv:2412.19437, section 2.1.2): the experts form `groups` groups of
+       E/groups neighbours, and a token chooses its k experts among those of its top_groups best
+       groups. A group's score is the sum of its two largest scores, with the bias. 0 groups: no
+       limit */
+    int groups, top_groups;
+    int raw_gates; /* 1: the gates are the scores of the chosen experts, not divided by their sum */
+    double scale;  /* factor of all gates, after the division; 0 means 1 */
 } dt_route_desc;
 
 /* Routing: which token goes to which expert. Read-only for the caller; lives until dt_reset. */
@@ -483,6 +497,7 @@ typedef struct dt_routing {
    it prefers the expert with the lower number. The output of a chosen expert is weighted with its
    probability if k = 1 (arXiv:2101.03961), and with its probability divided by the sum of the k
    chosen probabilities if k > 1 (arXiv:2401.04088). The gradients of these weights flow to x and w.
+   dt_route_desc also has sigmoid scores in place of the probabilities, and group-limited routing.
    The load-balancing loss and the z-loss are attached with dt_loss: each rank attaches its own
    tokens' part. Returns NULL after DT_ERR_SHAPE or DT_ERR_ARG; the error text names what does not
    match. In a dry run, choice j of token t of a sequence is expert (k t + j) mod E. */
@@ -2429,6 +2444,22 @@ static dt_tensor *dt__to_wide(dt_tensor *x, int transient) {
     return dt__cast(x, DT_F32, transient && x->needs_grad && !x->ctx->no_grad);
 }
 
+/* Group-limited routing. score is (B,T',E). Returns the scores, in which those of experts outside
+   of the token's best groups are -infinity. */
+static dt_tensor *dt__limit_groups(const dt__router *r, dt_tensor *score) {
+    int64_t G = r->d.groups, size = r->E / G;
+    dt_tensor *index = NULL;
+    dt_tensor *in_groups = dt_reshape(score, DT_SHAPE(r->B, r->local_tokens, G, size));
+    dt_tensor *best = in_groups ? dt_topk(in_groups, size < 2 ? 1 : 2, NULL) : NULL;
+    dt_tensor *sums = best ? dt_sum_over(best, 3) : NULL; /* (B,T',G) */
+    if (!sums || !dt_topk(sums, r->d.top_groups, &index)) return NULL;
+    dt_tensor *taken = dt_one_hot(index, G, score->dtype); /* (B,T',top_groups,G) */
+    dt_tensor *others = taken ? dt_affine(dt_sum_over(taken, 2), -1, 1) : NULL;
+    others = others ? dt_reshape(others, DT_SHAPE(r->B, r->local_tokens, G, 1)) : NULL;
+    dt_tensor *limited = others ? dt_masked_fill(in_groups, others, -HUGE_VAL) : NULL;
+    return limited ? dt_reshape(limited, score->shape) : NULL;
+}
+
 /* Top-k: chooses the k experts with the largest probabilities for each token. In a dry run all
    probabilities read as 0, so the function spreads the choices evenly. */
 static dt_status dt__route_topk(dt__router *r, dt_tensor *probability) {
@@ -2440,6 +2471,7 @@ static dt_status dt__route_topk(dt__router *r, dt_tensor *probability) {
     if (!r->topk) return dt_error(ctx);
     ctx->no_grad = 1;
     if (r->d.bias) probability = dt_add(probability, r->d.bias);
+    if (probability && r->d.groups) probability = dt__limit_groups(r, probability);
     if (probability) dt_topk(probability, (int)r->k, &index);
     ctx->no_grad = no_grad;
     if (dt_error(ctx) != DT_OK || (dt_read)(index, r->topk) != DT_OK) return dt_error(ctx);
@@ -2457,8 +2489,9 @@ static dt_status dt__route_topk(dt__router *r, dt_tensor *probability) {
     return DT_OK;
 }
 
-/* Returns (B,T',k): the probabilities of each token's chosen experts, divided by their sum if k >
-   1. With a bias the sum may be 0, so a small constant is added to the sum. */
+/* Returns (B,T',k): the probabilities of each token's chosen experts, divided by their sum if k > 1
+   or if they are sigmoids. With a bias, and of sigmoids, the sum may be 0, so a small constant is
+   added to the sum. */
 static dt_tensor *dt__route_gates(const dt__router *r, dt_tensor *probability) {
     int64_t n = r->B * r->local_tokens;
     int32_t *index = dt__host_ints(r->ctx, n * r->k);
@@ -2468,19 +2501,28 @@ static dt_tensor *dt__route_gates(const dt__router *r, dt_tensor *probability) {
     dt_tensor *chosen =
         indices ? dt_gather_rows(dt_reshape(probability, DT_SHAPE(n * r->E, 1)), indices) : NULL;
     dt_tensor *gates = chosen ? dt_reshape(chosen, DT_SHAPE(r->B, r->local_tokens, r->k)) : NULL;
-    if (!gates || r->k == 1) return gates;
-    dt_tensor *sum = dt_reshape(dt_sum_over(gates, 2), DT_SHAPE(r->B, r->local_tokens, 1));
-    if (sum && r->d.bias) sum = dt_affine(sum, 1, 1e-20);
-    return sum ? dt_div(gates, sum) : NULL;
+    int sigmoid = r->d.scores == DT_ROUTE_SIGMOID, one = r->k == 1 && !sigmoid;
+    if (gates && !one && !r->d.raw_gates) {
+        dt_tensor *sum = dt_reshape(dt_sum_over(gates, 2), DT_SHAPE(r->B, r->local_tokens, 1));
+        if (sum && (r->d.bias || sigmoid)) sum = dt_affine(sum, 1, 1e-20);
+        gates = sum ? dt_div(gates, sum) : NULL;
+    }
+    return gates && r->d.scale > 0 ? dt_affine(gates, r->d.scale, 0) : gates;
 }
 
 /* ---- the router: side losses, statistics ---- */
 
 /* Load-balancing loss: returns this rank's part of the loss that dt_route_desc.balance describes.
    The part is the sum over this rank's tokens and all experts e of the token's probability of
-   expert e times E f_e / (T * number of sequences). */
+   expert e times E f_e / (T * number of sequences). Sigmoids are first divided by their sum: the
+   sequence-wise balance loss of DeepSeek-V3. */
 static dt_tensor *dt__balance_loss(const dt__router *r, dt_tensor *probability) {
     dt_dtype dtype = probability->dtype;
+    if (r->d.scores == DT_ROUTE_SIGMOID) {
+        dt_tensor *total = dt_affine(dt_sum_over(probability, 2), 1, 1e-20);
+        total = total ? dt_reshape(total, DT_SHAPE(r->B, r->local_tokens, 1)) : NULL;
+        if (!(probability = total ? dt_div(probability, total) : NULL)) return NULL;
+    }
     void *factor = dt__meta(r->ctx, (size_t)(r->B * r->E) * dt_dtype_size(dtype));
     double T = (double)r->full_tokens, all = (double)r->k * T * T * (double)r->d.sequences;
     if (!factor) return NULL;
@@ -2556,6 +2598,13 @@ static const char *dt__route_problem(const dt__router *r, const dt_tensor *x, co
         (d->outside.kind != DT_PLACEMENT_SHARD || d->outside.dim != 1))
         return "outside must be DT_REPLICATE or DT_SHARD(1)";
     if (r->B * r->full_tokens > INT32_MAX / (r->E > 0 ? r->E : 1)) return "too many tokens at once";
+    if (d->scores < DT_ROUTE_SOFTMAX || d->scores > DT_ROUTE_SIGMOID) return "scores: DT_ROUTE_*";
+    if (!(d->scale >= 0 && d->scale < HUGE_VAL)) return "the scale must be 0 or more";
+    if (d->groups < 0 || (d->groups && r->E % d->groups)) return "groups must divide E";
+    if (d->groups && (d->top_groups < 1 || d->top_groups > d->groups))
+        return "top_groups must be 1 to groups";
+    if (d->groups && r->k > d->top_groups * (r->E / d->groups))
+        return "the chosen groups must have k experts";
     return NULL;
 }
 
@@ -2565,10 +2614,11 @@ static dt_status dt__route_check(const dt__router *r, const dt_tensor *x, const 
     if (why)
         return dt_fail(r->ctx, DT_ERR_SHAPE,
             "dt_route(%s, %s): %s %s and %s %s, k %lld, capacity %g, balance %g, "
-            "z %g, %lld sequences: %s",
+            "z %g, %lld sequences, %d of %d groups, scale %g: %s",
             x->name, w->name, dt_dtype_name(x->dtype), dt__shape_text(x->shape).s,
             dt_dtype_name(w->dtype), dt__shape_text(w->shape).s, (long long)r->k, r->d.capacity,
-            r->d.balance, r->d.z, (long long)r->d.sequences, why);
+            r->d.balance, r->d.z, (long long)r->d.sequences, r->d.top_groups, r->d.groups,
+            r->d.scale, why);
     int c = dt_comm_size(r->d.cp);
     if (dt_cp_check(r->d.kind, r->full_tokens, c, c, c, text, sizeof text) == DT_OK) return DT_OK;
     return dt_fail(r->ctx, DT_ERR_SHAPE, "dt_route(%s): %s", x->name, text);
@@ -2621,7 +2671,9 @@ static dt_routing *dt__route(dt_tensor *x, dt_tensor *w, dt_route_desc d) {
     if (dt__route_check(&r, x, w) != DT_OK) return NULL;
     dt_tensor *wide = dt__to_wide(x, 1), *router = dt__to_wide(w, 0);
     dt_tensor *logits = wide && router ? dt_linear(wide, router, NULL) : NULL; /* (B,T',E) */
-    dt_tensor *probability = logits ? dt_softmax(logits) : NULL;
+    dt_tensor *probability = !logits                        ? NULL
+                             : d.scores == DT_ROUTE_SIGMOID ? dt_sigmoid(logits)
+                                                            : dt_softmax(logits);
     if (!probability || dt__route_topk(&r, probability) != DT_OK) return NULL;
     dt_tensor *gates = dt__route_gates(&r, probability);
     if (!gates || dt__route_sequences(&r) != DT_OK) return NULL;

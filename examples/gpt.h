@@ -33,7 +33,14 @@
    Mixture of experts (MoE): if config.experts > 0, every moe_every-th layer has `experts` MLPs
    instead of one, and each token uses top_k of them. The experts are sharded over config.ep
    (dt_parallel.h, section 5). If config.shared_experts > 0, every token also uses the shared
-   experts.
+   experts. config.route and the fields after it give the router of DeepSeek-V3 (arXiv:2412.19437).
+
+   Multi-head latent attention (MLA, arXiv:2405.04434, section 2.1): if config.mla.kv_rank > 0, keys
+   and values are computed from a latent of few elements, which is all that generation caches. See
+   gpt_latent_heads.
+
+   Multi-token prediction (MTP, arXiv:2412.19437, section 2.2): config.mtp modules after the last
+   layer also predict the tokens after the next one, in training. See gpt_mtp_forward.
 
    Activation checkpointing (recompute) stores fewer activations in the forward pass and recomputes
    the others in the backward pass. The table gives for each config.recompute the number of elements
@@ -49,6 +56,9 @@
                selective   4C + 3F + 1              without those of attention, as above
        both    full        C                        the output (arXiv:1604.06174)
                full:k      C / k                    the output of every k-th layer
+
+   Latent attention stores more than the table says: the latents, and the parts of q, k and v before
+   they are put together.
 
    In the backward pass, full:k also holds the activations of `none` for k layers at a time. A GPT-2
    with F = 4C and K = H needs less memory with full:k than with `full` if
@@ -87,9 +97,17 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { GPT_MAX_LAYERS = 192, GPT_MAX_STAGES = 2 * GPT_MAX_LAYERS + 2 };
+enum { GPT_MAX_LAYERS = 192, GPT_MAX_STAGES = 2 * GPT_MAX_LAYERS + 2, GPT_MAX_MTP = 4 };
 enum { GPT_RECOMPUTE_NONE = 0, GPT_RECOMPUTE_SELECTIVE, GPT_RECOMPUTE_FULL };
 enum { GPT_GPT2 = 0, GPT_LLAMA };
+
+/* Sizes of multi-head latent attention. q and k of a head have nope_dim elements without position
+   and rope_dim elements with rotary embedding; v has value_dim, at most nope_dim + rope_dim. */
+typedef struct gpt_mla {
+    int kv_rank; /* elements of the latent of keys and values; 0: ordinary attention */
+    int q_rank;  /* elements of the latent of queries; 0: queries are computed from x */
+    int nope_dim, rope_dim, value_dim;
+} gpt_mla;
 
 typedef struct gpt_config {
     int layers, width, heads, kv_heads, ffn;
@@ -127,6 +145,15 @@ typedef struct gpt_config {
        2 layers + 1 is the head. Stage s has items [stage_begin[s], stage_begin[s + 1]), so the
        array has stages + 1 elements. The array is not copied. */
     const int *stage_begin;
+    gpt_mla mla;     /* multi-head latent attention; needs GPT_LLAMA and kv_heads = heads */
+    int first_dense; /* the first n layers are dense in spite of `experts` */
+    int moe_ffn;     /* F of each expert; 0 means ffn */
+    /* DT_ROUTE_*, and other fields of dt_route_desc. With DT_ROUTE_SIGMOID every router has a bias
+       per expert, also if router_bias is 0 */
+    int route, expert_groups, top_groups, raw_gates;
+    double gate_scale;
+    int mtp;           /* modules of multi-token prediction, at most GPT_MAX_MTP; needs GPT_LLAMA */
+    double mtp_weight; /* weight of the mean of their losses in the gradient */
 } gpt_config;
 
 /* The parameters of a layer. A parameter that this rank does not have is NULL. */
@@ -145,18 +172,28 @@ typedef struct gpt_layer {
     dt_tensor *experts_proj, *experts_proj_bias; /* (E,C,F), (E,C) */
     /* the router's counts in training; route.experts is the caller's array (E), or NULL */
     dt_route_counts route;
+    /* latent attention: q is (H,D,q_rank) or, without q_rank, (H,D,C), where D = nope_dim +
+       rope_dim; attn_proj is (C,H value_dim) */
+    dt_tensor *q_a, *q_a_norm;           /* (q_rank,C), (q_rank) */
+    dt_tensor *kv_a, *kv_a_norm;         /* (kv_rank + rope_dim,C), (kv_rank) */
+    dt_tensor *kv_b;                     /* (H,nope_dim + value_dim,kv_rank) */
+    dt_tensor *enorm, *hnorm, *mtp_norm; /* (C), of a module of multi-token prediction */
+    dt_tensor *eh_proj;                  /* (C,2C) */
 } gpt_layer;
 
 typedef struct gpt {
     gpt_config config;
     dt_ctx *ctx;
-    dt_tensor *wte, *wpe; /* (V,C), (seq,C) */
-    gpt_layer layer[GPT_MAX_LAYERS];
+    dt_tensor *wte, *wpe;             /* (V,C), (seq,C) */
+    gpt_layer layer[GPT_MAX_LAYERS];  /* the layers, then those of the modules of mtp */
     dt_tensor *ln_f_gain, *ln_f_bias; /* (C) */
     dt_tensor *head;                  /* (V,C) */
     dt_kv_groups kv;                  /* how the K key/value heads are divided over tp */
-    /* group of the first and the last rank of pp if each has a copy of a tied wte, else NULL */
+    /* group of the first and the last rank of pp if each has a copy of wte, because wte is tied or
+       because of mtp, else NULL */
     dt_comm *tied;
+    dt_tensor *mtp_wte; /* the embedding that the modules of mtp read, on the last stage */
+    double mtp_loss;    /* sum of this rank's mean losses of the modules; the caller clears it */
 } gpt;
 
 // ==== Parameters =================================================================================
@@ -170,7 +207,9 @@ enum {
     GPT_HEAD,
     /* parts of section GPT_MLP: the dense MLP, and the experts of a MoE layer */
     GPT_DENSE,
-    GPT_EXPERT
+    GPT_EXPERT,
+    GPT_LATENT, /* part of section GPT_ATTENTION, in place of q, k, v and proj */
+    GPT_MTP     /* what a module of multi-token prediction has besides its layer */
 };
 /* The architectures that have the parameter, one bit per architecture. */
 enum { GPT_ONLY_2 = 1, GPT_ONLY_LLAMA, GPT_BOTH };
@@ -203,6 +242,18 @@ static const gpt_param_row gpt_param_rows[] = {
         offsetof(gpt_layer, attn_proj) },
     { GPT_ATTENTION, GPT_ONLY_2, "attn.proj.bias", "C", GPT_BIAS,
         offsetof(gpt_layer, attn_proj_bias) },
+    { GPT_LATENT, GPT_ONLY_LLAMA, "attn.q.weight", "/HxC", GPT_MATRIX, offsetof(gpt_layer, q) },
+    { GPT_LATENT, GPT_ONLY_LLAMA, "attn.q_a.weight", "qC", GPT_MATRIX, offsetof(gpt_layer, q_a) },
+    { GPT_LATENT, GPT_ONLY_LLAMA, "attn.q_a_norm.weight", "q", GPT_GAIN,
+        offsetof(gpt_layer, q_a_norm) },
+    { GPT_LATENT, GPT_ONLY_LLAMA, "attn.q_b.weight", "/Hxq", GPT_MATRIX, offsetof(gpt_layer, q) },
+    { GPT_LATENT, GPT_ONLY_LLAMA, "attn.kv_a.weight", "yC", GPT_MATRIX, offsetof(gpt_layer, kv_a) },
+    { GPT_LATENT, GPT_ONLY_LLAMA, "attn.kv_a_norm.weight", "z", GPT_GAIN,
+        offsetof(gpt_layer, kv_a_norm) },
+    { GPT_LATENT, GPT_ONLY_LLAMA, "attn.kv_b.weight", "/Hwz", GPT_MATRIX,
+        offsetof(gpt_layer, kv_b) },
+    { GPT_LATENT, GPT_ONLY_LLAMA, "attn.proj.weight", "C/o", GPT_BRANCH,
+        offsetof(gpt_layer, attn_proj) },
     { GPT_MLP, GPT_BOTH, "ln_2.weight", "C", GPT_GAIN, offsetof(gpt_layer, ln_2_gain) },
     { GPT_MLP, GPT_ONLY_2, "ln_2.bias", "C", GPT_BIAS, offsetof(gpt_layer, ln_2_bias) },
     { GPT_DENSE, GPT_ONLY_2, "mlp.fc.weight", "/FC", GPT_MATRIX, offsetof(gpt_layer, fc) },
@@ -224,6 +275,11 @@ static const gpt_param_row gpt_param_rows[] = {
         offsetof(gpt_layer, experts_proj) },
     { GPT_EXPERT, GPT_ONLY_2, "moe.proj.bias", "+|EC", GPT_BIAS,
         offsetof(gpt_layer, experts_proj_bias) },
+    { GPT_MTP, GPT_ONLY_LLAMA, "mtp.enorm.weight", "C", GPT_GAIN, offsetof(gpt_layer, enorm) },
+    { GPT_MTP, GPT_ONLY_LLAMA, "mtp.hnorm.weight", "C", GPT_GAIN, offsetof(gpt_layer, hnorm) },
+    { GPT_MTP, GPT_ONLY_LLAMA, "mtp.eh_proj.weight", "Cc", GPT_MATRIX,
+        offsetof(gpt_layer, eh_proj) },
+    { GPT_MTP, GPT_ONLY_LLAMA, "mtp.norm.weight", "C", GPT_GAIN, offsetof(gpt_layer, mtp_norm) },
     { GPT_HEAD, GPT_BOTH, "ln_f.weight", "C", GPT_GAIN, offsetof(gpt, ln_f_gain) },
     { GPT_HEAD, GPT_ONLY_2, "ln_f.bias", "C", GPT_BIAS, offsetof(gpt, ln_f_bias) },
     { GPT_HEAD, GPT_BOTH, "lm_head.weight", "/VC", GPT_MATRIX, offsetof(gpt, head) },
@@ -231,14 +287,30 @@ static const gpt_param_row gpt_param_rows[] = {
 enum { GPT_PARAM_ROWS = sizeof gpt_param_rows / sizeof *gpt_param_rows };
 
 static inline int gpt_is_moe(gpt_config c, int layer) {
-    return c.experts > 0 && (layer + 1) % (c.moe_every > 0 ? c.moe_every : 1) == 0;
+    return c.experts > 0 && layer >= c.first_dense &&
+           (layer + 1) % (c.moe_every > 0 ? c.moe_every : 1) == 0;
 }
 
+/* Returns the number of layers with those of the modules of multi-token prediction. */
+static inline int gpt_all_layers(gpt_config c) { return c.layers + c.mtp; }
+
 static inline int gpt_section(const gpt_param_row *r) {
-    return r->section > GPT_HEAD ? GPT_MLP : r->section;
+    if (r->section == GPT_LATENT) return GPT_ATTENTION;
+    return r->section > GPT_HEAD && r->section != GPT_MTP ? GPT_MLP : r->section;
 }
 static inline int gpt_is_in_layer(const gpt_param_row *r) {
-    return gpt_section(r) == GPT_ATTENTION || gpt_section(r) == GPT_MLP;
+    return gpt_section(r) == GPT_ATTENTION || gpt_section(r) == GPT_MLP || r->section == GPT_MTP;
+}
+
+/* Returns 1 if the kind of attention, and the modules of multi-token prediction, agree with the
+   parameter. */
+static inline int gpt_attention_has(gpt_config c, const gpt_param_row *r, int layer) {
+    int plain = r->section == GPT_ATTENTION && strncmp(r->name, "attn.", 5) == 0;
+    if (r->section == GPT_MTP) return layer >= c.layers;
+    if (r->section != GPT_LATENT) return !plain || c.mla.kv_rank == 0;
+    if (strchr(r->shape, 'q') || strchr(r->shape, 'x'))
+        return c.mla.kv_rank > 0 && (strchr(r->shape, 'q') != NULL) == (c.mla.q_rank > 0);
+    return c.mla.kv_rank > 0;
 }
 
 /* Returns 1 if the model has the parameter; for a parameter of a layer, 1 if layer number `layer`
@@ -248,7 +320,8 @@ static inline int gpt_has_param(gpt_config c, const gpt_param_row *r, int layer)
     if (!(r->models >> c.arch & 1) ||
         (c.tied && r->at == offsetof(gpt, head) && r->section == GPT_HEAD))
         return 0;
-    if (r->kind == GPT_ROUTER_BIAS && c.router_bias == 0) return 0;
+    if (!gpt_attention_has(c, r, layer)) return 0;
+    if (r->kind == GPT_ROUTER_BIAS && c.router_bias == 0 && c.route != DT_ROUTE_SIGMOID) return 0;
     return r->section == GPT_DENSE ? !mixture || c.shared_experts > 0
                                    : r->section != GPT_EXPERT || mixture;
 }
@@ -263,6 +336,13 @@ static inline int64_t gpt_size(gpt_config c, char letter) {
     case 'D': return c.width / c.heads;
     case 'F': return c.ffn;
     case 'E': return c.experts;
+    case 'c': return 2 * (int64_t)c.width;
+    case 'q': return c.mla.q_rank;
+    case 'x': return c.mla.nope_dim + c.mla.rope_dim;
+    case 'y': return c.mla.kv_rank + c.mla.rope_dim;
+    case 'z': return c.mla.kv_rank;
+    case 'w': return c.mla.nope_dim + c.mla.value_dim;
+    case 'o': return (int64_t)c.heads * c.mla.value_dim;
     }
     return letter - '0';
 }
@@ -272,6 +352,7 @@ static inline int gpt_is_letter(char c) { return c != '/' && c != '|' && c != '+
 static inline dt_shape gpt_shape(gpt_config c, const gpt_param_row *r, int layer) {
     dt_shape s = DT_SCALAR;
     int shared = r->section == GPT_DENSE && gpt_is_moe(c, layer);
+    if ((shared || r->section == GPT_EXPERT) && c.moe_ffn > 0) c.ffn = c.moe_ffn;
     for (const char *letter = r->shape; *letter; letter++)
         if (gpt_is_letter(*letter))
             s.d[s.nd++] = gpt_size(c, *letter) * (shared && *letter == 'F' ? c.shared_experts : 1);
@@ -336,7 +417,7 @@ static inline int gpt_top_k(gpt_config c) { return c.top_k > 0 ? c.top_k : c.exp
 static inline int64_t gpt_param_count_of(gpt_config c, int active) {
     int64_t sum = 0;
     for (const gpt_param_row *r = gpt_param_rows; r < gpt_param_rows + GPT_PARAM_ROWS; r++)
-        for (int i = 0; i < (gpt_is_in_layer(r) ? c.layers : 1); i++) {
+        for (int i = 0; i < (gpt_is_in_layer(r) ? gpt_all_layers(c) : 1); i++) {
             int64_t n = gpt_has_param(c, r, i) ? dt_count(gpt_shape(c, r, i)) : 0;
             sum +=
                 active && gpt_dim(r, '|') >= 0 ? n / (c.experts ? c.experts : 1) * gpt_top_k(c) : n;
@@ -348,12 +429,16 @@ static inline int64_t gpt_param_count(gpt_config c) { return gpt_param_count_of(
 
 /* Returns the FLOPs of forward and backward per token (arXiv:2204.02311, appendix B): 6 for each
    element of the parameters that are factors of matrix products, plus 12 L C T for attention's
-   products with keys and values. wpe is never such a factor, and wte is one only if it is also the
-   head. */
+   products with keys and values, or 6 L H (D + value_dim) T with latent attention. wpe is never
+   such a factor, and wte is one only if it is also the head. The modules of multi-token prediction
+   also multiply by the head. */
 static inline double gpt_flops_per_token(gpt_config c) {
     int64_t looked_up = (c.arch == GPT_GPT2 ? c.seq : 0) + (c.tied ? 0 : c.vocab);
-    return 6.0 * (double)(gpt_param_count_of(c, 1) - looked_up * c.width) +
-           12.0 * c.layers * (double)c.width * c.seq;
+    double attended =
+        c.mla.kv_rank ? 0.5 * c.heads * (double)(gpt_size(c, 'x') + c.mla.value_dim) : c.width;
+    return 6.0 * (double)(gpt_param_count_of(c, 1) +
+                          ((int64_t)c.mtp * c.vocab - looked_up) * c.width) +
+           12.0 * gpt_all_layers(c) * attended * c.seq;
 }
 
 static inline dt_tensor *gpt_param(const gpt *m, const gpt_param_row *r, int layer) {
@@ -390,6 +475,18 @@ static inline int gpt_stage_is_mine(const gpt *m, int stage) {
     return stage % dt_comm_size(m->config.pp) == dt_comm_rank(m->config.pp);
 }
 
+/* The modules of multi-token prediction belong to the head. */
+static inline void gpt_register_mtp(gpt *m) {
+    static const int sections[] = { GPT_MTP, GPT_ATTENTION, GPT_MLP };
+    char scope[32];
+    for (int layer = m->config.layers; layer < gpt_all_layers(m->config); layer++) {
+        snprintf(scope, sizeof scope, "h.%d.", layer);
+        dt_scope(m->ctx, scope);
+        for (int i = 0; i < 3; i++) gpt_register_section(m, sections[i], layer);
+        dt_scope(m->ctx, NULL);
+    }
+}
+
 static inline void gpt_register_item(gpt *m, int item) {
     char scope[32];
     int layer = (item - 1) / 2, last = item == gpt_items(m->config) - 1;
@@ -401,10 +498,14 @@ static inline void gpt_register_item(gpt *m, int item) {
         dt_scope(m->ctx, NULL);
     }
     if (last) gpt_register_section(m, GPT_HEAD, 0);
-    if (!last || !m->config.tied) return;
+    if (last) gpt_register_mtp(m);
+    if (!last || !(m->config.tied || m->config.mtp)) return;
     /* Tied embeddings: if this rank does not have the embedding, its head is a second copy of wte
-       with the same name and values. The gradients of both copies are partial over m->tied. */
-    m->head = m->wte ? m->wte : gpt_param(m, gpt_param_rows, 0);
+       with the same name and values. The gradients of both copies are partial over m->tied. The
+       modules of multi-token prediction read the same copy. */
+    dt_tensor *wte = m->wte ? m->wte : gpt_param(m, gpt_param_rows, 0);
+    if (m->config.tied) m->head = wte;
+    if (m->config.mtp) m->mtp_wte = wte;
 }
 
 static inline int gpt_stages_bad(gpt_config c) {
@@ -413,7 +514,7 @@ static inline int gpt_stages_bad(gpt_config c) {
     for (int i = 0; i < stages && stages <= GPT_MAX_STAGES; i++)
         bad |= c.stage_begin[i] >= c.stage_begin[i + 1];
     /* if pp has only one rank, that rank would have two copies of wte */
-    if (c.tied && stages > 1 && dt_comm_size(c.pp) == 1) return 1;
+    if ((c.tied || c.mtp) && stages > 1 && dt_comm_size(c.pp) == 1) return 1;
     return bad || stages < 1 || stages > GPT_MAX_STAGES || c.stage_begin[0] != 0 ||
            c.stage_begin[stages] != gpt_items(c);
 }
@@ -433,6 +534,39 @@ static inline int gpt_experts_bad(gpt_config c) {
     return c.experts < 0 || c.experts % dt_comm_size(c.ep) != 0 || gpt_top_k(c) > c.experts ||
            c.moe_every < 0 || c.shared_experts < 0 || !(c.capacity >= 0) || !(c.balance >= 0) ||
            !(c.z >= 0) || !(c.router_bias >= 0);
+}
+
+/* Checks the fields that only models with parts of DeepSeek-V3 use. Returns 0, or an error after
+   failing the context with the sizes that do not fit. */
+static inline int gpt_deepseek_bad(dt_ctx *ctx, gpt_config c) {
+    gpt_mla a = c.mla;
+    int groups = c.expert_groups, others = a.q_rank | a.nope_dim | a.rope_dim | a.value_dim;
+    int sizes = a.kv_rank < 0 || a.q_rank < 0 || a.nope_dim < 1 || a.rope_dim < 2 ||
+                a.rope_dim % 2 != 0 || a.value_dim < 1 || a.value_dim > a.nope_dim + a.rope_dim;
+    if (a.kv_rank ? sizes || c.arch != GPT_LLAMA || c.kv_heads != c.heads : others)
+        return dt_fail(ctx, DT_ERR_ARG,
+            "gpt_register: latent attention of rank %d (queries %d), %d + %d elements of q and k "
+            "with an even number in rotary pairs, %d of v, at most as many; arch %d, %d heads and "
+            "%d of "
+            "keys, which must be as many",
+            a.kv_rank, a.q_rank, a.nope_dim, a.rope_dim, a.value_dim, c.arch, c.heads, c.kv_heads);
+    if (groups < 0 || c.first_dense < 0 || c.moe_ffn < 0 || !(c.gate_scale >= 0) ||
+        c.route < DT_ROUTE_SOFTMAX || c.route > DT_ROUTE_SIGMOID ||
+        (groups > 0 && c.experts > 0 &&
+            (c.experts % groups != 0 || c.top_groups < 1 || c.top_groups > groups ||
+                gpt_top_k(c) > c.top_groups * (c.experts / groups))))
+        return dt_fail(ctx, DT_ERR_ARG,
+            "gpt_register: %d experts in %d groups, of which each token uses %d with %d experts "
+            "per "
+            "token; the first %d layers dense, ffn of an expert %d, route %d, gates times %g",
+            c.experts, groups, c.top_groups, gpt_top_k(c), c.first_dense, c.moe_ffn, c.route,
+            c.gate_scale);
+    if (c.mtp < 0 || c.mtp > GPT_MAX_MTP || c.layers + c.mtp > GPT_MAX_LAYERS ||
+        !(c.mtp_weight >= 0) || (c.mtp && c.arch != GPT_LLAMA))
+        return dt_fail(ctx, DT_ERR_ARG,
+            "gpt_register: %d modules of multi-token prediction (at most %d), weight %g, arch %d",
+            c.mtp, GPT_MAX_MTP, c.mtp_weight, c.arch);
+    return 0;
 }
 
 /* [collective: tp and pp] Registers every parameter of this rank's stages. dt_zero_make allocates
@@ -456,10 +590,12 @@ static inline gpt gpt_register(dt_ctx *ctx, gpt_config c) {
             c.balance, c.z, c.router_bias);
         return m;
     }
+    if (gpt_deepseek_bad(ctx, c)) return m;
     if (gpt_stages_bad(c) || gpt_stages(c) % p != 0) {
         dt_fail(ctx, DT_ERR_ARG,
             "gpt_register: %d stages over %d ranks of pp%s: stage_begin must rise from 0 to %d",
-            c.stages, p, c.tied && p == 1 ? ", which cannot both have a tied embedding," : "",
+            c.stages, p,
+            (c.tied || c.mtp) && p == 1 ? ", which cannot both have a tied embedding," : "",
             gpt_items(c));
         return m;
     }
@@ -469,7 +605,7 @@ static inline gpt gpt_register(dt_ctx *ctx, gpt_config c) {
         return m;
     }
     m.kv = dt_kv_split(ctx, c.tp, c.kv_heads);
-    if (c.tied && p > 1) {
+    if ((c.tied || c.mtp) && p > 1) {
         m.tied = dt_comm_split(c.pp, rank == 0 || rank == p - 1 ? 0 : -1, rank, "tied");
         dt_comm_set_axis(m.tied, DT_AXIS_PP);
     }
@@ -508,6 +644,11 @@ typedef struct gpt_tokens {
     /* with cp: the result of dt_cp_make for these documents and positions [made from B, T and
        config.cp_kind] */
     dt_cp *context;
+    /* With config.mtp, for each module k (gpt_ahead): next[k] is the token k + 1 positions after
+       each token, any id where there is none; ahead[k] is the label of module k, the token k + 2
+       positions after it, or -1. The losses of the modules before the first NULL are added to the
+       gradient. */
+    dt_tensor *next[GPT_MAX_MTP], *ahead[GPT_MAX_MTP];
 } gpt_tokens;
 
 /* KV cache: the keys and values of all earlier tokens. See section Generation below. */
@@ -515,7 +656,8 @@ typedef struct gpt_cache {
     gpt *model;
     dt_schedule *schedule; /* the pipeline's schedule; NULL if there is only one stage */
     int length;            /* tokens in the cache, at most config.seq */
-    /* for each layer: shape (1,length,K,D), in memory for (1,seq,K,D) */
+    /* for each layer: shape (1,length,K,D), in memory for (1,seq,K,D); with latent attention k has
+       the latents (1,length,1,kv_rank) and v the rotated keys (1,length,1,rope_dim) */
     dt_tensor k[GPT_MAX_LAYERS], v[GPT_MAX_LAYERS];
     void *data;
     size_t bytes;
@@ -588,6 +730,75 @@ static inline dt_tensor *gpt_cache_append(gpt_cache *c, dt_tensor *all, dt_tenso
     return all;
 }
 
+/* A tensor of zeros whose dimension 2, the heads, is sharded over tp. */
+static inline dt_tensor *gpt_zeros(const gpt *m, dt_shape shape) {
+    dt_tensor *t = dt_new(m->ctx, m->config.dtype, shape);
+    if (!t) return NULL;
+    dt_fill_args a = { .dtype = t->dtype, .out = t->data, .count = (size_t)dt_count(shape) };
+    if (dt_ctx_kernels(m->ctx)->fill(&a, dt_ctx_stream(m->ctx)) == DT_OK)
+        return dt_place(t, m->config.tp, DT_SHARD(2));
+    dt_fail(m->ctx, DT_ERR_DEVICE, "gpt_zeros: %lld elements", (long long)dt_count(shape));
+    return NULL;
+}
+
+static inline dt_tensor *gpt_join(dt_tensor *a, dt_tensor *b, int dim) {
+    dt_tensor *both[2] = { a, b };
+    return a && b ? dt_concat(both, 2, dim) : NULL;
+}
+
+/* Multi-head latent attention (MLA) without the output projection,
+   (B,T,C) -> (B,T,H value_dim/tp). The norm's output n becomes two latents, which every rank of tp
+   computes in full, outside of the tensor-parallel region; only the latents enter it, and heads are
+   sharded inside:
+
+       n --q_a--> norm --f--> q_b --> q of each head: nope_dim | rope_dim, rotated
+       n --kv_a-> latent: norm --f--> kv_b --> k of each head: nope_dim, and v: value_dim
+              \-> rope_dim --f--> rotated: the last elements of k, the same for every head
+
+   Elements 2 i and 2 i + 1 of the rope_dim elements are a pair, as in DeepSeek's files;
+   transformers computes with the pairs in another order, which changes no score. The scores are
+   scaled by 1/sqrt(nope_dim + rope_dim). v is padded with zeros to the size of k, because
+   dt_attention has one size; context parallelism sends the padded v. In generation the cache has
+   only latents and rotated keys, and kv_b multiplies all of them for each new token. */
+static inline dt_tensor *gpt_latent_heads(const gpt_pass *r, dt_tensor *x) {
+    const double eps = 1e-6; /* of the norms of latents, whatever config.norm_eps */
+    const gpt *m = r->model;
+    const gpt_layer *l = &m->layer[gpt_layer_at(r)];
+    const gpt_mla a = m->config.mla;
+    const dt_rope_desc rope = { .theta = m->config.theta, .interleaved = 1 };
+    dt_tensor *n = gpt_norm(m, x, l->ln_1_gain, NULL);
+    dt_tensor *q = a.q_rank ? dt_rmsnorm(dt_linear(n, l->q_a, NULL), l->q_a_norm, eps) : n;
+    /* (B,T,H,nope_dim + rope_dim) */
+    q = dt_linear(gpt_enter(r, q), l->q, NULL);
+    q = gpt_join(dt_slice(q, 3, 0, a.nope_dim),
+        dt_rope(dt_slice(q, 3, a.nope_dim, a.rope_dim), r->positions, rope), 3);
+    dt_tensor *kv = dt_linear(n, l->kv_a, NULL);
+    dt_tensor *latent = gpt_enter(r, dt_rmsnorm(dt_slice(kv, 2, 0, a.kv_rank), l->kv_a_norm, eps));
+    dt_tensor *shared = gpt_enter(r, dt_slice(kv, 2, a.kv_rank, a.rope_dim));
+    if (!q || !latent || !shared) return NULL;
+    int64_t B = q->shape.d[0], T = q->shape.d[1], H = q->shape.d[2];
+    /* (B,T,1,rope_dim), (B,T,1,kv_rank) */
+    shared = dt_rope(dt_reshape(shared, DT_SHAPE(B, T, 1, a.rope_dim)), r->positions, rope);
+    latent = dt_reshape(latent, DT_SHAPE(B, T, 1, a.kv_rank));
+    if (r->cache) {
+        latent = gpt_cache_append(r->cache, &r->cache->k[gpt_layer_at(r)], latent);
+        shared = gpt_cache_append(r->cache, &r->cache->v[gpt_layer_at(r)], shared);
+    }
+    if (!latent || !shared) return NULL;
+    int64_t all = latent->shape.d[1], padding = a.nope_dim + a.rope_dim - a.value_dim;
+    /* (B,all,H,nope_dim + value_dim) */
+    kv = dt_linear(dt_reshape(latent, DT_SHAPE(B, all, a.kv_rank)), l->kv_b, NULL);
+    dt_tensor *v = dt_slice(kv, 3, a.nope_dim, a.value_dim);
+    dt_tensor *k = gpt_join(dt_slice(kv, 3, 0, a.nope_dim),
+        dt_add(shared, gpt_zeros(m, DT_SHAPE(B, all, H, a.rope_dim))), 3);
+    if (padding > 0) v = gpt_join(v, gpt_zeros(m, DT_SHAPE(B, all, H, padding)), 3);
+    dt_attn_desc mask = { .positions = r->tokens.positions, .documents = r->tokens.documents };
+    dt_tensor *heads = r->tokens.context ? dt_cp_attention(q, k, v, r->tokens.context)
+                                         : dt_attention(q, k, v, mask);
+    if (heads && padding > 0) heads = dt_slice(heads, 3, 0, a.value_dim);
+    return heads ? dt_reshape(heads, DT_SHAPE(B, T, H * a.value_dim)) : NULL;
+}
+
 /* A layer's attention without the output projection, (B,T,C) -> (B,T,C/tp). Selective recompute
    recomputes this function. In the shapes below, H and K are the numbers of this rank's heads, and
    T is the number of this rank's tokens. */
@@ -595,6 +806,7 @@ static inline dt_tensor *gpt_heads(dt_tensor *x, void *user) {
     const gpt_pass *r = (const gpt_pass *)user;
     const gpt *m = r->model;
     const gpt_layer *l = &m->layer[gpt_layer_at(r)];
+    if (m->config.mla.kv_rank) return gpt_latent_heads(r, x);
     dt_tensor *n = gpt_enter(r, gpt_norm(m, x, l->ln_1_gain, l->ln_1_bias));
     /* (B,T,H,D) */
     dt_tensor *q = dt_linear(n, l->q, l->q_bias);
@@ -654,7 +866,12 @@ static inline dt_tensor *gpt_moe_forward(
         .outside = r->outside,
         .cp = r->cache ? NULL : c->cp,
         .kind = c->cp_kind,
-        .counts = sequences ? &l->route : NULL };
+        .counts = sequences ? &l->route : NULL,
+        .scores = c->route,
+        .groups = c->expert_groups,
+        .top_groups = c->top_groups,
+        .raw_gates = c->raw_gates,
+        .scale = c->gate_scale };
     dt_routing *to = dt_route(n, l->router, d);
     dt_tensor *h = dt_dispatch(inside, to, c->ep);
     if (c->arch == GPT_LLAMA)
@@ -677,7 +894,7 @@ static inline dt_tensor *gpt_mlp_forward(const gpt_pass *r, dt_tensor *x) {
         return gpt_branch(r, x, gpt_hidden(m, l, inside), l->mlp_proj, l->mlp_proj_bias, site);
     x = dt_add(x, gpt_dropout(r, gpt_moe_forward(r, l, n, inside), site));
     if (m->config.shared_experts == 0) return x;
-    site = 2 * m->config.layers + 1 + layer;
+    site = 2 * gpt_all_layers(m->config) + 1 + layer;
     return gpt_branch(r, x, gpt_hidden(m, l, inside), l->mlp_proj, l->mlp_proj_bias, site);
 }
 
@@ -809,10 +1026,70 @@ static inline dt_tensor *gpt_logits_at(gpt *m, gpt_tokens t) {
     return gpt_head(&r, gpt_layers_and_norm(r, NULL));
 }
 
+/* The arguments of a module of multi-token prediction. */
+typedef struct gpt_mtp_pass {
+    gpt_pass pass;  /* whose item is the attention of the module's layer */
+    dt_tensor *ids; /* (B,T/cp): the token that the module adds, k + 1 positions after each token */
+} gpt_mtp_pass;
+
+/* Multi-token prediction: module k of D, for k = 0 .. D - 1, (B,T,C) -> (B,T,C). x is the output of
+   the final norm, or of module k - 1. The module predicts token i + k + 2 at position i, where the
+   model itself predicts token i + 1, so it also gets the embedding e of token i + k + 1:
+
+       x' = layer(eh_proj [enorm(e), hnorm(x)])      logits = head mtp_norm(x')
+
+   Embedding and head are those of the model. The order of the concatenation, and that x has passed
+   the final norm, are those of DeepSeek's files and of transformers. */
+static inline dt_tensor *gpt_mtp_forward(dt_tensor *x, void *user) {
+    gpt_mtp_pass *u = (gpt_mtp_pass *)user;
+    gpt *m = u->pass.model;
+    const gpt_layer *l = &m->layer[gpt_layer_at(&u->pass)];
+    dt_tensor *e = dt_vocab_embedding(m->mtp_wte, u->ids, m->config.tp, u->pass.outside);
+    dt_tensor *both = gpt_join(gpt_norm(m, e, l->enorm, NULL), gpt_norm(m, x, l->hnorm, NULL), 2);
+    x = gpt_layer_forward(dt_linear(both, l->eh_proj, NULL), &u->pass);
+    return gpt_norm(m, x, l->mtp_norm, NULL);
+}
+
+/* Attaches the losses of the modules to x, the output of the final norm, with the weight
+   mtp_weight / D each, and adds their mean to m->mtp_loss. Each loss is a sum over the labels >= 0
+   of the module, divided by `denominator`. Returns x. */
+static inline dt_tensor *gpt_mtp_losses(
+    gpt_pass r, dt_tensor *x, double denominator, dt_loss_desc d) {
+    gpt *m = r.model;
+    gpt_config c = m->config;
+    dt_tensor *h = x;
+    for (int k = 0; k < c.mtp && h && r.tokens.ahead[k]; k++) {
+        gpt_mtp_pass u = { r, dt_place(r.tokens.next[k], c.cp, DT_SHARD(1)) };
+        u.pass.item = 2 * (c.layers + k) + 1;
+        u.pass.end = u.pass.item + 2;
+        h = dt_block_at(m->ctx, gpt_mtp_forward, h, &u,
+            (dt_block_desc){
+                .recompute = c.recompute == GPT_RECOMPUTE_FULL, .user_bytes = sizeof u });
+        dt_tensor *loss = dt_vocab_linear_cross_entropy(
+            h, m->head, r.tokens.ahead[k], denominator, d, c.tp, r.outside);
+        if (!loss || !dt_loss(x, loss, c.mtp_weight / c.mtp)) return NULL;
+        m->mtp_loss += dt_item(loss) / c.mtp;
+    }
+    return h ? x : NULL;
+}
+
+/* [local] Fills next and ahead (B,T) for module k from the ids and labels (B,T) of whole sequences
+   in host memory: the id and the label k + 1 positions later, or 0 and -1 beyond the end of the
+   sequence. Call it before dt_cp_shard. */
+static inline void gpt_ahead(const int32_t *ids, const int32_t *labels, int64_t B, int64_t T, int k,
+    int32_t *next, int32_t *ahead) {
+    for (int64_t i = 0; i < B * T; i++) {
+        int inside = i % T + k + 1 < T;
+        next[i] = inside ? ids[i + k + 1] : 0;
+        ahead[i] = inside ? labels[i + k + 1] : -1;
+    }
+}
+
 /* Runs one pipeline stage. x is the output of the previous stage, or NULL at stage 0. Returns the
    input of the next stage. The last stage returns the loss instead: the sum of the cross-entropies
    over all labels (B,T) i32 that are >= 0, divided by `denominator`. One op computes head and
-   cross-entropy, so the complete logits are never in memory. */
+   cross-entropy, so the complete logits are never in memory. The losses of multi-token prediction
+   are not in the loss, only in its gradient. */
 static inline dt_tensor *gpt_stage_at(
     gpt *m, int stage, dt_tensor *x, gpt_tokens t, dt_tensor *labels, double denominator) {
     dt_loss_desc d = { .smoothing = t.step ? m->config.smoothing : 0 };
@@ -824,6 +1101,7 @@ static inline dt_tensor *gpt_stage_at(
     x = dt_place(dt_place(x, m->config.tp, r.outside), m->config.cp, DT_SHARD(1));
     x = gpt_layers_and_norm(r, x);
     if (stage + 1 < gpt_stages(m->config)) return x;
+    x = gpt_mtp_losses(r, x, denominator, d);
     return dt_vocab_linear_cross_entropy(
         x, m->head, labels, denominator, d, m->config.tp, r.outside);
 }
@@ -840,7 +1118,7 @@ static inline dt_tensor *gpt_loss_at(gpt *m, gpt_tokens t, dt_tensor *labels, do
    elements: the groups whose ranks route different tokens, which are mesh.data and, under sp,
    tp. */
 static inline dt_status gpt_balance(gpt *m, dt_comm *const *groups, int n) {
-    for (int i = 0; i < m->config.layers && dt_error(m->ctx) == DT_OK; i++) {
+    for (int i = 0; i < gpt_all_layers(m->config) && dt_error(m->ctx) == DT_OK; i++) {
         gpt_layer *l = &m->layer[i];
         if (!l->router_bias) continue;
         dt_route_update_bias(l->router_bias, l->route.experts, m->config.router_bias, groups, n);
@@ -861,7 +1139,8 @@ static inline dt_tensor *gpt_loss(gpt *m, dt_tensor *ids, dt_tensor *labels, dou
 // ==== Generation =================================================================================
 
 /* [collective: tp, pp] KV cache. A token's keys and values do not depend on later tokens. So the
-   cache keeps the keys and values of all earlier tokens, 2 L seq K D elements. For a new token,
+   cache keeps the keys and values of all earlier tokens, 2 L seq K D elements, or with latent
+   attention L seq (kv_rank + rope_dim) on every rank of tp. For a new token,
    every matrix product then computes only one row, and attention computes only one query:
 
        keys   [k0 k1 k2 .. k(length-1) | free ..  seq]      the new token's key goes to row `length`
@@ -883,12 +1162,15 @@ static inline void gpt_cache_close(gpt_cache *c) {
 
 static inline dt_status gpt_cache_open(gpt_cache *c, gpt *m) {
     gpt_config g = m->config;
-    int64_t D = g.width / g.heads;
-    size_t one = (size_t)g.seq * (size_t)(m->kv.heads * D) * dt_dtype_size(g.dtype);
+    int64_t D = g.mla.kv_rank ? gpt_size(g, 'x') : g.width / g.heads;
+    size_t token = (size_t)g.seq * dt_dtype_size(g.dtype), one[2];
+    for (int i = 0; i < 2; i++) one[i] = token * (size_t)(m->kv.heads * D);
+    if (g.mla.kv_rank)
+        one[0] = token * (size_t)g.mla.kv_rank, one[1] = token * (size_t)g.mla.rope_dim;
     memset(c, 0, sizeof *c);
     c->model = m;
     /* the cache has only the layers of this rank's stages */
-    for (int i = 0; i < g.layers; i++) c->bytes += m->layer[i].q ? 2 * one : 0;
+    for (int i = 0; i < g.layers; i++) c->bytes += m->layer[i].q ? one[0] + one[1] : 0;
     dt_no_grad(m->ctx, 1);
     c->data = dt_alloc(m->ctx, DT_MEM_ACTS, c->bytes, "keys and values");
     c->positions =
@@ -899,7 +1181,7 @@ static inline dt_status gpt_cache_open(gpt_cache *c, gpt *m) {
         dt_tensor *t = i % 2 ? &c->v[i / 2] : &c->k[i / 2];
         if (!m->layer[i / 2].q || !at) continue;
         *t = (dt_tensor){ .data = at, .dtype = g.dtype, .name = "cache", .ctx = m->ctx };
-        at += one;
+        at += one[i % 2];
     }
     if (gpt_stages(g) > 1)
         c->schedule = dt_schedule_make(m->ctx, (dt_schedule_desc){ .kind = DT_SCHEDULE_INTERLEAVED,

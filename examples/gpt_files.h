@@ -1,5 +1,5 @@
-/* gpt_files.h - weight files for gpt.h: Hugging Face GPT-2 and Llama, llm.c - public domain or MIT,
-   at your choice
+/* gpt_files.h - weight files for gpt.h: Hugging Face GPT-2, Llama and DeepSeek-V3, llm.c - public
+   domain or MIT, at your choice
 
    Include gpt_files.h after dt_zero.h and gpt.h. All functions are static. `path` names a
    safetensors file, a folder with model.safetensors or model.safetensors.index.json, or an llm.c
@@ -26,7 +26,8 @@
    layer N's parameters begin with "h.N." for GPT-2 and with "layers.N." for Llama. All names except
    the head's also have a prefix, "transformer." or "model.", which some files omit. llm.c stores
    the same parameter of all layers in one tensor. GPT-2 stores the matrices of its layers
-   transposed, (in,out). */
+   transposed, (in,out). DeepSeek-V3 stores each expert in tensors of its own, and shared experts
+   under another name than a dense MLP (gpt_full_name, gpt_expert_parts). */
 typedef struct gpt_name {
     const char *name, *gpt2, *llama, *llmc;
     /* 1, 2, 3 for q, k, v, which GPT-2 and llm.c store as the thirds of one tensor; else 0 */
@@ -56,6 +57,20 @@ static const gpt_name gpt_names[] = {
     { "mlp.gate_up.weight", NULL, "mlp.gate_proj.weight", NULL, 0, "mlp.up_proj.weight" },
     { "mlp.proj.weight", "mlp.c_proj.weight", "mlp.down_proj.weight", "fcprojw", 0, NULL },
     { "mlp.proj.bias", "mlp.c_proj.bias", NULL, "fcprojb", 0, NULL },
+    { "attn.q_a.weight", NULL, "self_attn.q_a_proj.weight", NULL, 0, NULL },
+    { "attn.q_a_norm.weight", NULL, "self_attn.q_a_layernorm.weight", NULL, 0, NULL },
+    { "attn.q_b.weight", NULL, "self_attn.q_b_proj.weight", NULL, 0, NULL },
+    { "attn.kv_a.weight", NULL, "self_attn.kv_a_proj_with_mqa.weight", NULL, 0, NULL },
+    { "attn.kv_a_norm.weight", NULL, "self_attn.kv_a_layernorm.weight", NULL, 0, NULL },
+    { "attn.kv_b.weight", NULL, "self_attn.kv_b_proj.weight", NULL, 0, NULL },
+    { "moe.router.weight", NULL, "mlp.gate.weight", NULL, 0, NULL },
+    { "moe.router.bias", NULL, "mlp.gate.e_score_correction_bias", NULL, 0, NULL },
+    { "moe.gate_up.weight", NULL, "gate_proj.weight", NULL, 0, "up_proj.weight" },
+    { "moe.proj.weight", NULL, "down_proj.weight", NULL, 0, NULL },
+    { "mtp.enorm.weight", NULL, "enorm.weight", NULL, 0, NULL },
+    { "mtp.hnorm.weight", NULL, "hnorm.weight", NULL, 0, NULL },
+    { "mtp.eh_proj.weight", NULL, "eh_proj.weight", NULL, 0, NULL },
+    { "mtp.norm.weight", NULL, "shared_head.norm.weight", NULL, 0, NULL },
     { "ln_f.weight", "ln_f.weight", "norm.weight", "lnfw", 0, NULL },
     { "ln_f.bias", "ln_f.bias", NULL, "lnfb", 0, NULL },
     { "lm_head.weight", "lm_head.weight", "lm_head.weight", NULL, 0, NULL },
@@ -63,7 +78,9 @@ static const gpt_name gpt_names[] = {
 
 /* Endings of the names of tensors that are ignored. */
 static const char *const gpt_ignored[] = { ".attn.bias", ".attn.masked_bias",
-    ".rotary_emb.inv_freq" };
+    ".rotary_emb.inv_freq",
+    /* copies of embedding and head in DeepSeek's modules of multi-token prediction */
+    ".embed_tokens.weight", ".shared_head.head.weight" };
 
 /* The format of a file. */
 typedef struct gpt_file_kind {
@@ -80,9 +97,10 @@ static inline const gpt_name *gpt_name_of(const gpt_param_row *r) {
 static inline void gpt_full_name(char *out, size_t bytes, const gpt *m, const gpt_param_row *r,
     int layer, const char *name, const char *prefix) {
     int head = strcmp(r->name, "lm_head.weight") == 0;
+    int shared = r->section == GPT_DENSE && gpt_is_moe(m->config, layer);
     if (gpt_is_in_layer(r))
-        snprintf(out, bytes, "%s%s.%d.%s", prefix, m->config.arch == GPT_LLAMA ? "layers" : "h",
-            layer, name);
+        snprintf(out, bytes, "%s%s.%d.%s%s", prefix, m->config.arch == GPT_LLAMA ? "layers" : "h",
+            layer, shared ? "mlp.shared_experts." : "", name + (shared ? strlen("mlp.") : 0));
     else
         snprintf(out, bytes, "%s%s", head ? "" : prefix, name);
 }
@@ -94,7 +112,8 @@ static inline dt_weight_map gpt_file_location_of(
     const gpt_name *n = gpt_name_of(r);
     dt_weight_map p;
     dt_shape s = gpt_shape(m->config, r, layer);
-    int llama = m->config.arch == GPT_LLAMA, flat = r->kind == GPT_GAIN || r->kind == GPT_BIAS;
+    int llama = m->config.arch == GPT_LLAMA,
+        flat = r->kind == GPT_GAIN || r->kind == GPT_BIAS || r->kind == GPT_ROUTER_BIAS;
     int64_t thirds = n->qkv_third && !llama ? 3 : 1, before = thirds == 3 ? n->qkv_third - 1 : 0;
     memset(&p, 0, sizeof p);
     p.n = llama && n->llama_second ? 2 : 1;
@@ -129,6 +148,41 @@ static inline dt_weight_map gpt_file_location_of(
    into the struct itself, which is copied when gpt_file_location_of returns it. */
 static inline void gpt_set_part_names(dt_weight_map *p) {
     for (int i = 0; i < 2; i++) p->part[i].name = p->name[i];
+}
+
+/* Returns 1 if DeepSeek-V3's files can have the model. */
+static inline int gpt_is_deepseek(gpt_config c) {
+    int experts = c.experts > 0;
+    return c.arch == GPT_LLAMA && c.mla.kv_rank > 0 && c.moe_every <= 1 &&
+           (!experts || (c.route == DT_ROUTE_SIGMOID && c.shared_experts > 0));
+}
+
+/* The parts of an experts' parameter (E,2,F,C) or (E,C,F): one or two tensors for each expert. */
+typedef struct gpt_expert_parts {
+    int n;
+    size_t bytes; /* of `part` and the names behind it */
+    dt_weight_part *part;
+    char (*name)[96];
+    dt_shape shape; /* of each tensor */
+} gpt_expert_parts;
+
+/* Fills *p; dt_free(.., DT_MEM_HOST, p->part, p->bytes) frees it. p->n is 0 after a failure. */
+static inline void gpt_expert_parts_make(
+    gpt_expert_parts *p, gpt *m, const gpt_param_row *r, int layer, const char *prefix) {
+    const gpt_name *n = gpt_name_of(r);
+    int each = n->llama_second ? 2 : 1, all = m->config.experts * each;
+    dt_shape s = gpt_shape(m->config, r, layer);
+    memset(p, 0, sizeof *p);
+    p->shape = DT_SHAPE(s.d[s.nd - 2], s.d[s.nd - 1]);
+    p->bytes = (size_t)all * (sizeof *p->part + sizeof *p->name);
+    p->part = (dt_weight_part *)dt_alloc(m->ctx, DT_MEM_HOST, p->bytes, "parts of experts");
+    if (!p->part) return;
+    p->name = (char(*)[96])(void *)(p->part + all);
+    for (; p->n < all; p->n++) {
+        snprintf(p->name[p->n], sizeof *p->name, "%slayers.%d.mlp.experts.%d.%s", prefix, layer,
+            p->n / each, p->n % each ? n->llama_second : n->llama);
+        p->part[p->n] = (dt_weight_part){ .name = p->name[p->n], .rows = p->shape.d[0] };
+    }
 }
 
 static inline gpt_file_kind gpt_file_kind_of(const gpt *m, dt_weights *w) {
@@ -238,6 +292,52 @@ static inline void gpt_config_llama(dt_json *j, gpt_config *c) {
             "head_dim is not hidden_size / num_attention_heads, %d", dim);
 }
 
+/* As gpt_key_int, but the value may be 0, and a missing key means 0. */
+static inline int gpt_key_count(dt_json *j, const char *key, int max) {
+    int64_t value = 0;
+    int node = gpt_key(j, 0, key, 0);
+    if (node >= 0 && (!dt_json_int(j, node, &value) || value < 0 || value > max))
+        dt_json_fail(j, node, "%s: a whole number from 0 to %d is needed", key, max);
+    return (int)value;
+}
+
+static inline void gpt_config_deepseek(dt_json *j, gpt_config *c) {
+    int rope = gpt_key(j, 0, "rope_parameters", 0);
+    c->arch = GPT_LLAMA;
+    c->layers = gpt_key_int(j, "num_hidden_layers", 0, GPT_MAX_LAYERS);
+    c->width = gpt_key_int(j, "hidden_size", 0, 1 << 24);
+    c->heads = gpt_key_int(j, "num_attention_heads", 0, 1 << 24);
+    c->kv_heads = gpt_key_int(j, "num_key_value_heads", c->heads, 1 << 24);
+    c->ffn = gpt_key_int(j, "intermediate_size", 0, 1 << 26);
+    c->seq = gpt_key_int(j, "max_position_embeddings", 0, 1 << 26);
+    c->norm_eps = gpt_key_number(j, 0, "rms_norm_eps", 1e-6);
+    c->mla = (gpt_mla){ .kv_rank = gpt_key_int(j, "kv_lora_rank", 0, 1 << 24),
+        .q_rank = gpt_key_count(j, "q_lora_rank", 1 << 24),
+        .nope_dim = gpt_key_int(j, "qk_nope_head_dim", 0, 1 << 24),
+        .rope_dim = gpt_key_int(j, "qk_rope_head_dim", 0, 1 << 24),
+        .value_dim = gpt_key_int(j, "v_head_dim", 0, 1 << 24) };
+    c->experts = gpt_key_int(j, "n_routed_experts", 0, 1 << 20);
+    c->top_k = gpt_key_int(j, "num_experts_per_tok", 0, 1 << 20);
+    c->shared_experts = gpt_key_int(j, "n_shared_experts", 0, 1 << 20);
+    c->moe_ffn = gpt_key_int(j, "moe_intermediate_size", 0, 1 << 26);
+    c->first_dense = gpt_key_count(j, "first_k_dense_replace", GPT_MAX_LAYERS);
+    c->route = DT_ROUTE_SIGMOID;
+    c->expert_groups = gpt_key_int(j, "n_group", 1, 1 << 20);
+    c->top_groups = gpt_key_int(j, "topk_group", 1, 1 << 20);
+    c->raw_gates = !gpt_key_bool(j, "norm_topk_prob", 1);
+    c->gate_scale = gpt_key_number(j, 0, "routed_scaling_factor", 1);
+    c->theta = gpt_key_number(j, rope < 0 ? 0 : rope, "rope_theta", 10000);
+    /* other kinds also scale the scores */
+    if (rope >= 0) gpt_key_word(j, rope, "rope_type", "default", "default");
+    if (gpt_key(j, 0, "rope_scaling", 0) >= 0)
+        dt_json_fail(j, dt_json_find(j, 0, "rope_scaling"), "rope_scaling is not supported");
+    gpt_key_must_be(j, "rope_interleave", 1);
+    gpt_key_word(j, 0, "hidden_act", "silu", "swish");
+    gpt_key_word(j, 0, "scoring_func", "sigmoid", "sigmoid");
+    gpt_key_word(j, 0, "topk_method", "noaux_tc", "noaux_tc");
+    gpt_key_must_be(j, "attention_bias", 0);
+}
+
 /* Fills in *c from config.json. `head` is 1 if the weights contain lm_head, else 0. If the file has
    no key tie_word_embeddings, the model is tied if `head` is 0. */
 static inline void gpt_config_read(dt_json *j, gpt_config *c, int head) {
@@ -253,8 +353,10 @@ static inline void gpt_config_read(dt_json *j, gpt_config *c, int head) {
         gpt_config_gpt2(j, c);
     else if (type && strcmp(type, "llama") == 0)
         gpt_config_llama(j, c);
+    else if (type && strcmp(type, "deepseek_v3") == 0)
+        gpt_config_deepseek(j, c);
     else
-        dt_json_fail(j, node, "model_type %s is not supported; gpt2 and llama are",
+        dt_json_fail(j, node, "model_type %s is not supported; gpt2, llama and deepseek_v3 are",
             type ? type : "(no string)");
     c->tied = gpt_key_bool(j, "tie_word_embeddings", !head);
     if (gpt_key(j, 0, "quantization_config", 0) >= 0)
@@ -279,6 +381,19 @@ static inline int gpt_path_beside(
     return -1;
 }
 
+/* Returns the number of modules of multi-token prediction in a file. config.json does not say it:
+   transformers writes num_nextn_predict_layers 1 also if the file has no module. */
+static inline int gpt_mtp_count(const dt_weights *w) {
+    static const char end[] = ".eh_proj.weight";
+    int found = 0;
+    for (int i = 0; i < dt_weights_count(w); i++) {
+        const char *name = dt_weights_get(w, i)->name;
+        size_t length = strlen(name);
+        found += length >= sizeof end && strcmp(name + length - (sizeof end - 1), end) == 0;
+    }
+    return found < GPT_MAX_MTP ? found : GPT_MAX_MTP;
+}
+
 /* Returns the configuration of the model at `path`. After a failure the result's `layers` is 0 and
    dt_error returns the error. */
 static inline gpt_config gpt_config_from(dt_ctx *ctx, const char *path) {
@@ -287,7 +402,7 @@ static inline gpt_config gpt_config_from(dt_ctx *ctx, const char *path) {
     dt_weights *w = dt_weights_open(ctx, path);
     dt_llmc h = dt_weights_llmc(w);
     if (!w) return none;
-    int head = dt_weights_find(w, "lm_head.weight") >= 0;
+    int head = dt_weights_find(w, "lm_head.weight") >= 0, mtp = gpt_mtp_count(w);
     dt_weights_close(w);
     if (h.width > 1 << 24 || h.layers > GPT_MAX_LAYERS ||
         (h.version && (h.heads < 1 || h.width % h.heads != 0))) {
@@ -309,6 +424,8 @@ static inline gpt_config gpt_config_from(dt_ctx *ctx, const char *path) {
     char *text = dt_file_read(ctx, name, 1 << 24, &bytes);
     dt_json *j = text ? dt_json_parse(ctx, name, text, bytes) : NULL;
     if (j) gpt_config_read(j, &c, head);
+    if (c.mla.kv_rank) c.mtp = mtp;
+    if (c.mla.kv_rank && c.first_dense >= gpt_all_layers(c)) c.experts = 0;
     dt_json_free(j);
     if (text) dt_free(ctx, DT_MEM_HOST, text, bytes + 1);
     return dt_error(ctx) == DT_OK ? c : none;
@@ -326,6 +443,39 @@ static inline void gpt_write_rope(dt_json_out *o, const gpt_config *c, double th
     dt_json_put_bool(o, "mlp_bias", 0);
 }
 
+static inline void gpt_write_deepseek(dt_json_out *o, const gpt_config *c) {
+    int dense = c->experts == 0, groups = c->expert_groups > 0;
+    const struct {
+        const char *key;
+        int value;
+    } sizes[] = { { "num_hidden_layers", c->layers }, { "hidden_size", c->width },
+        { "num_attention_heads", c->heads }, { "num_key_value_heads", c->kv_heads },
+        { "intermediate_size", c->ffn }, { "max_position_embeddings", c->seq },
+        { "kv_lora_rank", c->mla.kv_rank }, { "qk_nope_head_dim", c->mla.nope_dim },
+        { "qk_rope_head_dim", c->mla.rope_dim }, { "v_head_dim", c->mla.value_dim },
+        { "moe_intermediate_size", c->moe_ffn ? c->moe_ffn : c->ffn },
+        { "n_routed_experts", dense ? 1 : c->experts },
+        { "num_experts_per_tok", dense ? 1 : gpt_top_k(*c) },
+        { "n_shared_experts", dense ? 1 : c->shared_experts },
+        { "first_k_dense_replace", dense ? gpt_all_layers(*c) : c->first_dense },
+        { "n_group", groups ? c->expert_groups : 1 }, { "topk_group", groups ? c->top_groups : 1 },
+        { "num_nextn_predict_layers", c->mtp } };
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        dt_json_put_int(o, sizes[i].key, sizes[i].value);
+    if (c->mla.q_rank)
+        dt_json_put_int(o, "q_lora_rank", c->mla.q_rank);
+    else
+        dt_json_put_string(o, "q_lora_rank", NULL);
+    dt_json_put_bool(o, "norm_topk_prob", !c->raw_gates);
+    dt_json_put_number(o, "routed_scaling_factor", c->gate_scale > 0 ? c->gate_scale : 1);
+    dt_json_put_string(o, "scoring_func", "sigmoid");
+    dt_json_put_string(o, "topk_method", "noaux_tc");
+    dt_json_put_bool(o, "rope_interleave", 1);
+    dt_json_put_string(o, "bos_token_id", NULL);
+    dt_json_put_string(o, "eos_token_id", NULL);
+    gpt_write_rope(o, c, c->theta > 0 ? c->theta : 10000);
+}
+
 static inline void gpt_write_config(dt_json_out *o, const gpt_config *c) {
     static const char *const keys[2][6] = { { "n_layer", "n_embd", "n_head", "n_head", "n_inner",
                                                 "n_positions" },
@@ -333,15 +483,22 @@ static inline void gpt_write_config(dt_json_out *o, const gpt_config *c) {
             "intermediate_size", "max_position_embeddings" } };
     static const char *const types[] = { "float32", "bfloat16", "float16", "float64" };
     const int sizes[6] = { c->layers, c->width, c->heads, c->kv_heads, c->ffn, c->seq };
-    int llama = c->arch == GPT_LLAMA;
-    dt_json_put_string(o, "model_type", llama ? "llama" : "gpt2");
+    int llama = c->arch == GPT_LLAMA, deepseek = gpt_is_deepseek(*c);
+    dt_json_put_string(o, "model_type", deepseek ? "deepseek_v3" : llama ? "llama" : "gpt2");
     dt_json_open(o, "architectures", '[');
-    dt_json_put_string(o, NULL, llama ? "LlamaForCausalLM" : "GPT2LMHeadModel");
+    dt_json_put_string(o, NULL,
+        deepseek ? "DeepseekV3ForCausalLM"
+        : llama  ? "LlamaForCausalLM"
+                 : "GPT2LMHeadModel");
     dt_json_close(o, ']');
     dt_json_put_string(o, "dtype", types[c->dtype]);
     dt_json_put_string(o, "torch_dtype", types[c->dtype]);
     dt_json_put_int(o, "vocab_size", c->vocab);
     dt_json_put_bool(o, "tie_word_embeddings", c->tied);
+    if (deepseek) {
+        gpt_write_deepseek(o, c);
+        return;
+    }
     for (int i = 0; i < 6; i++)
         if (llama || i != 3) dt_json_put_int(o, keys[llama][i], sizes[i]);
     /* without these keys transformers would use its default ids, which are valid only for the
@@ -370,7 +527,7 @@ typedef void (*gpt_param_fn)(
 static inline void gpt_for_each_param(
     gpt *m, gpt_file_kind kind, dt_weights *w, gpt_param_fn fn, void *user) {
     for (const gpt_param_row *r = gpt_param_rows; r < gpt_param_rows + GPT_PARAM_ROWS; r++)
-        for (int i = 0; i < (gpt_is_in_layer(r) ? m->config.layers : 1); i++) {
+        for (int i = 0; i < (gpt_is_in_layer(r) ? gpt_all_layers(m->config) : 1); i++) {
             /* after an error the sizes may be 0 */
             if (dt_error(m->ctx) != DT_OK || !gpt_has_param(m->config, r, i)) continue;
             dt_weight_map p = gpt_file_location_of(m, r, i, kind);
@@ -379,18 +536,37 @@ static inline void gpt_for_each_param(
         }
 }
 
+/* Loads all experts of one parameter, like gpt_load_one. */
+static inline void gpt_load_experts(
+    gpt *m, const gpt_param_row *r, int layer, const char *prefix, dt_weights *w, char *used) {
+    gpt_expert_parts p;
+    dt_tensor *own = *gpt_slot(m, r, layer);
+    gpt_expert_parts_make(&p, m, r, layer, prefix);
+    for (int i = 0; i < p.n; i++) {
+        int at = dt_weights_find(w, p.name[i]);
+        if (at >= 0) used[at] = 1;
+    }
+    if (own && p.n) dt_weights_load(w, own, p.shape.d[1], p.part, p.n);
+    dt_free(m->ctx, DT_MEM_HOST, p.part, p.bytes);
+}
+
 /* Loads one parameter. `user` points to an array with one flag per tensor of the file; this
    function sets the flags of the tensors that contain the parameter. */
 static inline void gpt_load_one(
     gpt *m, const gpt_param_row *r, int layer, dt_weight_map *p, dt_weights *w, void *user) {
+    if (gpt_dim(r, '|') >= 0) {
+        gpt_load_experts(m, r, layer, gpt_file_kind_of(m, w).prefix, w, (char *)user);
+        return;
+    }
     for (int i = 0; i < p->n; i++) {
         int at = dt_weights_find(w, p->name[i]);
         if (at >= 0) ((char *)user)[at] = 1;
     }
     dt_tensor *own = *gpt_slot(m, r, layer); /* NULL if it is on another rank's stage */
     if (own) dt_weights_load(w, own, p->columns, p->part, p->n);
-    if (gpt_is_embedding(r) && m->config.tied && m->head && m->head != own)
-        dt_weights_load(w, m->head, p->columns, p->part, p->n);
+    dt_tensor *copy = m->config.tied ? m->head : m->mtp_wte; /* on the last stage, or NULL */
+    if (gpt_is_embedding(r) && copy && copy != own)
+        dt_weights_load(w, copy, p->columns, p->part, p->n);
 }
 
 static inline int gpt_is_ignored(const gpt *m, const char *name) {
@@ -405,7 +581,7 @@ static inline int gpt_is_ignored(const gpt *m, const char *name) {
 /* Checks, before any tensor is read, that the file's format and header allow this model. */
 static inline dt_status gpt_load_fits(gpt *m, const char *path, dt_llmc h) {
     gpt_config c = m->config;
-    if (c.experts)
+    if ((c.experts || c.mla.kv_rank || c.mtp) && (h.version || !gpt_is_deepseek(c)))
         return dt_fail(m->ctx, DT_ERR_UNSUPPORTED,
             "%s: this version has no weight files for MoE models", path);
     if (!h.version && (c.arch == GPT_LLAMA || c.kv_heads == c.heads)) return DT_OK;
@@ -444,18 +620,29 @@ static inline dt_status gpt_load(gpt *m, const char *path) {
     return dt_error(m->ctx);
 }
 
+/* Declares one parameter. `user` is the prefix of the names, as in gpt_save_one. */
 static inline void gpt_declare_one(
     gpt *m, const gpt_param_row *r, int layer, dt_weight_map *p, dt_weights *w, void *user) {
-    (void)r, (void)layer, (void)user;
-    for (int i = 0; i < p->n; i++) /* q, k and v may share one tensor: declare the tensor once */
-        if (dt_weights_find(w, p->name[i]) < 0)
-            dt_weights_declare(w, p->name[i], m->config.dtype, p->shape);
+    dt_dtype wide = m->config.dtype == DT_F64 ? DT_F64 : DT_F32;
+    dt_dtype dtype = r->kind == GPT_ROUTER_BIAS ? wide : m->config.dtype;
+    gpt_expert_parts e = { .n = 0 };
+    if (gpt_dim(r, '|') >= 0) gpt_expert_parts_make(&e, m, r, layer, (const char *)user);
+    for (int i = 0; i < e.n; i++) dt_weights_declare(w, e.name[i], dtype, e.shape);
+    for (int i = 0; i < p->n && !e.part; i++)
+        /* q, k and v may share one tensor: declare the tensor once */
+        if (dt_weights_find(w, p->name[i]) < 0) dt_weights_declare(w, p->name[i], dtype, p->shape);
+    dt_free(m->ctx, DT_MEM_HOST, e.part, e.bytes);
 }
 
 static inline void gpt_save_one(
     gpt *m, const gpt_param_row *r, int layer, dt_weight_map *p, dt_weights *w, void *user) {
-    (void)user;
-    dt_weights_save(w, *gpt_slot(m, r, layer), p->columns, p->part, p->n);
+    gpt_expert_parts e = { .n = 0 };
+    if (gpt_dim(r, '|') >= 0) gpt_expert_parts_make(&e, m, r, layer, (const char *)user);
+    if (e.n)
+        dt_weights_save(w, *gpt_slot(m, r, layer), e.shape.d[1], e.part, e.n);
+    else
+        dt_weights_save(w, *gpt_slot(m, r, layer), p->columns, p->part, p->n);
+    dt_free(m->ctx, DT_MEM_HOST, e.part, e.bytes);
 }
 
 /* Finds the location of a parameter in model.safetensors. dt_checkpoint_desc.map_weight uses these
@@ -468,7 +655,8 @@ typedef struct gpt_location_query {
 static inline void gpt_file_location_one(
     gpt *m, const gpt_param_row *r, int layer, dt_weight_map *p, dt_weights *w, void *user) {
     gpt_location_query *s = (gpt_location_query *)user;
-    int tied = gpt_is_embedding(r) && m->config.tied && s->param == m->head;
+    int tied = gpt_is_embedding(r) &&
+               ((m->config.tied && s->param == m->head) || (m->mtp_wte && s->param == m->mtp_wte));
     (void)w;
     if (*gpt_slot(m, r, layer) != s->param && !tied) return;
     *s->place = *p;
@@ -513,8 +701,8 @@ static inline dt_status gpt_save(gpt *m, const char *folder, int64_t shard_bytes
         return dt_error(m->ctx);
     dt_weights *w = dt_weights_create(m->ctx, name,
         (dt_weights_desc){ .shard_bytes = shard_bytes ? shard_bytes : (int64_t)5000000000 });
-    gpt_for_each_param(m, kind, w, gpt_declare_one, NULL);
-    gpt_for_each_param(m, kind, w, gpt_save_one, NULL);
+    gpt_for_each_param(m, kind, w, gpt_declare_one, (void *)kind.prefix);
+    gpt_for_each_param(m, kind, w, gpt_save_one, (void *)kind.prefix);
     dt_weights_close(w);
     char *text = gpt_config_text(m);
     if (dt_error(m->ctx) == DT_OK &&
@@ -561,6 +749,11 @@ static inline dt_status gpt_export(gpt *m, dt_zero *zero, const char *path) {
             "with a feed-forward of 4 times the width, in f32 or bf16",
             path);
     if (gpt_load_fits(m, path, out.kind.llmc) != DT_OK) return dt_error(m->ctx);
+    if (m->config.experts)
+        return dt_fail(m->ctx, DT_ERR_UNSUPPORTED,
+            "%s: only gpt_save writes MoE models: this function does not divide experts into "
+            "tensors",
+            path);
     if (!llmc && gpt_path_beside(m->ctx, name, sizeof name, path, "model.safetensors") != 0)
         return dt_error(m->ctx);
     dt_zero_export(

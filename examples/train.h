@@ -39,6 +39,7 @@ typedef struct train_row {
     double comm;             /* fraction of `ms` in communication on rank 0, waits included */
     double bubble;           /* fraction of the pipeline schedule's time in which ranks were idle */
     double balance, z;       /* weighted MoE side losses, which are not part of `loss` */
+    double mtp;              /* mean loss of the modules of multi-token prediction, not in `loss` */
     double dropped;          /* fraction of the router's choices dropped at the expert capacity */
     double val_loss;         /* NaN if no validation followed this step */
     int skipped; /* 1: gradients overflowed under the loss scale; no parameter changed */
@@ -245,9 +246,12 @@ typedef struct train_batch {
     int64_t T, local_tokens; /* tokens per sequence; T / cp of them are on this rank */
     int32_t *ids, *labels;   /* (a,b,local_tokens) */
     int32_t *index;          /* (a,b,local_tokens): index of each token among the step's tokens */
-    int32_t *sequence;       /* (3,T): ids, labels and token indices of one sequence */
-    double *losses;          /* (a,replicas): loss of each micro-batch of the step */
-    double *expert_tokens;   /* (layers,E): tokens per expert, for the router bias, or NULL */
+    int32_t *sequence;       /* (5,T): ids, labels, token indices, next and ahead of one sequence */
+    /* (2,mtp,a,b,local_tokens): gpt_tokens.next and .ahead of each module; NULL without modules */
+    int32_t *ahead;
+    size_t ahead_bytes;
+    double *losses;        /* (a,replicas): loss of each micro-batch of the step */
+    double *expert_tokens; /* (layers,E): tokens per expert, for the router bias, or NULL */
     size_t experts_bytes;
     dt_schedule *schedule; /* for `accum` micro-batches */
     dt_span *spans;        /* times of this rank's actions, then of all ranks' actions */
@@ -264,6 +268,12 @@ static inline int64_t train_sequence(const train_batch *b, int micro, int replic
     return dt_sampler_next(b->sampler);
 }
 
+/* Returns the tokens `next` (which 0) or `ahead` (which 1) of module k for all micro-batches. */
+static inline int32_t *train_ahead(const train_batch *b, const gpt *model, int k, int which) {
+    size_t each = b->ahead_bytes / sizeof(int32_t) / 2;
+    return b->ahead + (size_t)which * each + (size_t)k * (each / (size_t)model->config.mtp);
+}
+
 /* Reads sequence number `sequence` of a text and stores this rank's tokens of it at offset `at` of
    the batch. k is the number of the sequence within the step, for b->index. The labels are shifted
    before the sequence is sharded over cp, so that the last token of a shard also has the right
@@ -276,6 +286,13 @@ static inline dt_status train_sequence_read(
     for (int64_t t = 0; t < b->T; t++) from[2][t] = (int32_t)(k * b->T + t);
     for (int i = 0; i < 3 && status == DT_OK; i++)
         dt_cp_shard(model->config.cp_kind, 1, b->T, model->config.cp, from[i], to[i]);
+    for (int k = 0; k < model->config.mtp && status == DT_OK; k++) {
+        int32_t *both = b->sequence + 3 * b->T;
+        gpt_ahead(from[0], from[1], 1, b->T, k, both, both + b->T);
+        for (int i = 0; i < 2; i++)
+            dt_cp_shard(model->config.cp_kind, 1, b->T, model->config.cp, both + i * b->T,
+                train_ahead(b, model, k, i) + at);
+    }
     return status;
 }
 
@@ -318,6 +335,11 @@ static inline dt_tensor *train_stage(dt_tensor *x, int stage, int micro, void *u
         .sequences = b->order.batch,
         .step = (uint64_t)p->step };
     if (p->model->config.dropout > 0) t.index = dt_input(ctx, DT_I32, shape, b->index + at);
+    int last = stage + 1 == gpt_stages(p->model->config);
+    for (int k = 0; last && k < p->model->config.mtp; k++) {
+        t.next[k] = dt_input(ctx, DT_I32, shape, train_ahead(b, p->model, k, 0) + at);
+        t.ahead[k] = dt_input(ctx, DT_I32, shape, train_ahead(b, p->model, k, 1) + at);
+    }
     x = gpt_stage_at(
         p->model, stage, x, t, dt_input(ctx, DT_I32, shape, b->labels + at), p->denominator);
     if (stage + 1 == gpt_stages(p->model->config))
@@ -395,7 +417,7 @@ static inline void train_router_metrics(gpt *model, const dt_mesh *mesh, train_r
     const gpt_config *c = &model->config;
     dt_comm *const groups[3] = { mesh->data, c->sp ? mesh->tp : NULL, mesh->pp };
     double sums[4] = { 0 };
-    for (int i = 0; i < c->layers; i++) {
+    for (int i = 0; i < gpt_all_layers(*c); i++) {
         dt_route_counts *r = &model->layer[i].route;
         const double more[4] = { c->balance * r->balance, c->z * r->z, r->choices, r->dropped };
         for (int k = 0; k < 4; k++) sums[k] += more[k];
@@ -405,6 +427,15 @@ static inline void train_router_metrics(gpt *model, const dt_mesh *mesh, train_r
     row->balance = sums[0];
     row->z = sums[1];
     row->dropped = sums[2] > 0 ? sums[3] / sums[2] : 0;
+}
+
+/* Sets row->mtp from the sums of the modules' losses on all ranks of the last stage, and clears the
+   sums. */
+static inline void train_mtp_metric(gpt *model, const dt_mesh *mesh, train_row *row) {
+    row->mtp = model->mtp_loss;
+    dt_sum_doubles(mesh->data, &row->mtp, 1);
+    dt_sum_doubles(mesh->pp, &row->mtp, 1);
+    model->mtp_loss = 0;
 }
 
 /* Updates the router biases by the step's token counts, and clears the counts. After a skipped
@@ -559,6 +590,7 @@ static inline train_row train_step(const train_config *c, gpt *model, dt_zero *o
     dt_zero_loss(optimizer, row.loss);
     dt_step_info info = dt_zero_step(optimizer, row.lr);
     if (model->config.experts) train_router_metrics(model, mesh, &row);
+    if (model->config.mtp) train_mtp_metric(model, mesh, &row);
     train_update_router_bias(model, mesh, b, info.skipped);
     row.grad_norm = info.grad_norm;
     row.skipped = info.skipped;
@@ -603,6 +635,7 @@ static inline dt_status train_time_items(
     sizes.tied = 0; /* with a tied head this rank would have two copies of wte of the same name */
     sizes.tp = sizes.cp = sizes.pp = sizes.ep = NULL;
     sizes.router_bias = 0;
+    sizes.mtp = sizes.first_dense = 0;
     sizes.stages = TRAIN_ITEMS;
     sizes.stage_begin = stage_begin;
     gpt model = gpt_register(ctx, sizes);
@@ -698,16 +731,19 @@ static inline void train_batch_make(
     b->labels = (int32_t *)dt_alloc(ctx, DT_MEM_HOST, tokens, "labels");
     b->index = (int32_t *)dt_alloc(ctx, DT_MEM_HOST, tokens, "index");
     b->sequence =
-        (int32_t *)dt_alloc(ctx, DT_MEM_HOST, 3 * (size_t)b->T * sizeof(int32_t), "a sequence");
+        (int32_t *)dt_alloc(ctx, DT_MEM_HOST, 5 * (size_t)b->T * sizeof(int32_t), "a sequence");
+    b->ahead_bytes = 2 * (size_t)model->config.mtp * tokens;
+    if (b->ahead_bytes) b->ahead = (int32_t *)dt_alloc(ctx, DT_MEM_HOST, b->ahead_bytes, "ahead");
     size_t losses = (size_t)(c->accum * mesh->replicas) * sizeof(double);
     b->losses = (double *)dt_alloc(ctx, DT_MEM_HOST, losses, "losses");
     if (model->config.router_bias > 0)
-        b->experts_bytes = (size_t)(model->config.layers * model->config.experts) * sizeof(double);
+        b->experts_bytes =
+            (size_t)(gpt_all_layers(model->config) * model->config.experts) * sizeof(double);
     b->expert_tokens =
         (double *)dt_alloc(ctx, DT_MEM_HOST, b->experts_bytes, "tokens of each expert");
     if (dt_error(ctx) != DT_OK) return;
     if (b->expert_tokens) memset(b->expert_tokens, 0, b->experts_bytes);
-    for (int i = 0; i < model->config.layers && b->expert_tokens; i++)
+    for (int i = 0; i < gpt_all_layers(model->config) && b->expert_tokens; i++)
         model->layer[i].route.experts = b->expert_tokens + i * model->config.experts;
     b->order = (dt_data_order){ .sequences = dt_text_sequences(text),
         .micro_batch = c->micro_batch,
@@ -730,7 +766,8 @@ static inline void train_batch_free(
     dt_free(ctx, DT_MEM_HOST, b->ids, tokens);
     dt_free(ctx, DT_MEM_HOST, b->labels, tokens);
     dt_free(ctx, DT_MEM_HOST, b->index, tokens);
-    dt_free(ctx, DT_MEM_HOST, b->sequence, 3 * (size_t)b->T * sizeof(int32_t));
+    dt_free(ctx, DT_MEM_HOST, b->sequence, 5 * (size_t)b->T * sizeof(int32_t));
+    dt_free(ctx, DT_MEM_HOST, b->ahead, b->ahead_bytes);
     dt_free(ctx, DT_MEM_HOST, b->losses, (size_t)(c->accum * mesh->replicas) * sizeof(double));
 }
 

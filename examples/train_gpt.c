@@ -105,6 +105,20 @@ enum { BUILT, NOT_BUILT };
         "weight of the loss that keeps router logits small") \
     X(ROUTER_BIAS, "router-bias", REAL, BUILT, "0", 0, 1, "X", \
         "balance experts by a router bias, X per step; 0: off") \
+    X(ROUTE, "route", WORD, BUILT, "softmax", 0, 0, "softmax|sigmoid", \
+        "scores of experts; sigmoid: DeepSeek-V3's router") \
+    X(EXPERT_GROUPS, "expert-groups", TEXT, BUILT, "off", 0, 0, "G:N", \
+        "choose experts in the N best of G groups of experts") \
+    X(GATE_SCALE, "gate-scale", REAL, BUILT, "1", 0, 1e9, "X", "factor of experts' weights") \
+    X(FIRST_DENSE, "first-dense", INT, BUILT, "0", 0, GPT_MAX_LAYERS, "N", \
+        "no experts in the first N layers") \
+    X(MOE_FFN, "moe-ffn", INT, BUILT, NULL, 1, 4 * MEGA, "F", \
+        "feed-forward width of an expert [=ffn]") \
+    X(MLA, "mla", TEXT, BUILT, "off", 0, 0, "Q:KV:N:R:V", \
+        "latent attention: ranks Q and KV; per head N + rotary R, value V") \
+    X(MTP, "mtp", INT, BUILT, "0", 0, GPT_MAX_MTP, "D", \
+        "multi-token prediction: D modules, with --mtp-weight") \
+    X(MTP_WEIGHT, "mtp-weight", REAL, BUILT, "0.3", 0, 1e9, "X", "weight of their mean loss") \
     X(H_STEP, "Batch and steps", HEADING, BUILT, NULL, 0, 0, "", "") \
     X(BATCH, "batch", INT, BUILT, "16", 1, 16 * MEGA, "B", \
         "sequences per step over all ranks: B = b x a x replicas") \
@@ -1144,6 +1158,9 @@ static void print_refused(void) {
         "  dp x pp x cp x tp x ep = ranks",
         "  ep divides experts, top-k <= experts         a rank holds complete experts; tp shards "
         "each expert",
+        "  G of expert-groups divides experts           the N groups have at least top-k experts",
+        "  V <= N + R of mla, R even                    attention has one size of keys and values",
+        "  kv-heads = heads with mla; arch llama        also with mtp",
         "  pp x chunks <= 2 layers + 2                  a stage is a range of half layers, "
         "embedding and head",
         "  chunks = 1 unless schedule is interleaved    interleaved needs pp >= 2",
@@ -1169,7 +1186,7 @@ static void print_refused(void) {
     };
     static const char *const rest[] = {
         "  given sizes equal those of --model           seq may be smaller",
-        "  --model without --experts                    no file format here has these experts",
+        "  --model without --experts                    the file says which experts it has",
         "  text of --data needs vocab >= 256            a --model with less needs shards of its "
         "own "
         "tokens, or a --tokenizer",
@@ -1355,13 +1372,72 @@ static double number_or_word(const value *v, int id, const char *word, double ma
     return x;
 }
 
+/* Reads n whole numbers that colons separate. Returns 1 if `text` is nothing else. */
+static int colon_numbers(const char *text, int *out, int n) {
+    for (int i = 0; i < n; i++) {
+        double x = 0;
+        size_t length = decimal(text, 0, &x);
+        if (!length || !(x >= 0 && x <= MEGA) || text[length] != (i + 1 < n ? ':' : 0)) return 0;
+        out[i] = (int)x;
+        text += length + 1;
+    }
+    return 1;
+}
+
+static void resolve_expert_groups(const char *text, gpt_config *c) {
+    int n[2] = { 0 };
+    if (strcmp(text, "off") == 0) return;
+    if (!colon_numbers(text, n, 2) || n[0] < 1 || n[1] < 1 || n[1] > n[0])
+        refuse("--expert-groups %s: G:N, the N best of G groups, as in --expert-groups 4:2", text);
+    if (c->experts % n[0] != 0)
+        refuse("--expert-groups %s: %d groups do not divide --experts %d; use %d:%d", text, n[0],
+            c->experts, (int)largest_divisor(c->experts, n[0]), 1);
+    if (c->top_k > n[1] * (c->experts / n[0]))
+        refuse("--expert-groups %s: %d groups of %d experts have fewer than --top-k %d; use %d:%d",
+            text, n[1], c->experts / n[0], c->top_k, n[0],
+            (c->top_k * n[0] + c->experts - 1) / c->experts);
+    c->expert_groups = n[0];
+    c->top_groups = n[1];
+}
+
+/* Sets an option that the user may not give together with --model. */
+__attribute__((format(printf, 3, 4))) static void text_from_file(
+    value *v, int id, const char *fmt, ...) {
+    va_list args;
+    if (v[id].from >= GIVEN)
+        refuse("--%s %s: the file of --model says it; leave --%s out", table[id].name, v[id].text,
+            table[id].name);
+    va_start(args, fmt);
+    vsnprintf(v[id].buffer, sizeof v[id].buffer, fmt, args);
+    va_end(args);
+    v[id].text = v[id].buffer;
+    v[id].from = COMPUTED;
+}
+
+/* Sets the options of a mixture that comes from the file of --model. */
+static void experts_from_file(value *v, const gpt_config *c) {
+    compute(&v[O_EXPERTS], c->experts);
+    size_from_file(v, O_TOP_K, c->top_k);
+    size_from_file(v, O_SHARED_EXPERTS, c->shared_experts);
+    size_from_file(v, O_FIRST_DENSE, c->first_dense);
+    size_from_file(v, O_MOE_FFN, c->moe_ffn);
+    word_from_file(v, O_ROUTE, "sigmoid");
+    text_from_file(v, O_EXPERT_GROUPS, "%d:%d", c->expert_groups, c->top_groups);
+    text_from_file(v, O_GATE_SCALE, "%g", c->gate_scale);
+}
+
 /* Checks the MoE options and copies them to the model's configuration. In a dense model (without
    --experts) they have no effect. */
 static void resolve_experts(value *v, gpt_config *c) {
-    c->experts = (int)number_or_word(v, O_EXPERTS, "dense", MEGA, 1);
+    int in_file = v[O_MODEL].text && c->experts > 0, given = v[O_EXPERTS].from >= GIVEN;
+    if (!in_file || given) c->experts = (int)number_or_word(v, O_EXPERTS, "dense", MEGA, 1);
     c->capacity = number_or_word(v, O_CAPACITY, "dropless", 1e9, 0);
-    if (c->experts == 0) return;
-    if (v[O_MODEL].text) refuse("--model with --experts is not available in this build");
+    c->balance = v[O_BALANCE_LOSS].number;
+    c->z = v[O_Z_LOSS].number;
+    c->router_bias = v[O_ROUTER_BIAS].number;
+    if (v[O_MODEL].text && given) refuse("--model with --experts is not available in this build");
+    if (in_file) experts_from_file(v, c);
+    if (in_file || c->experts == 0) return;
     if (c->experts < int_of(v, O_TOP_K) && v[O_TOP_K].from >= GIVEN)
         refuse("--top-k %d of --experts %d; use --top-k %d", int_of(v, O_TOP_K), c->experts,
             c->experts);
@@ -1369,9 +1445,41 @@ static void resolve_experts(value *v, gpt_config *c) {
     c->top_k = int_of(v, O_TOP_K);
     c->moe_every = int_of(v, O_MOE_EVERY);
     c->shared_experts = int_of(v, O_SHARED_EXPERTS);
-    c->balance = v[O_BALANCE_LOSS].number;
-    c->z = v[O_Z_LOSS].number;
-    c->router_bias = v[O_ROUTER_BIAS].number;
+    c->route = int_of(v, O_ROUTE);
+    c->gate_scale = v[O_GATE_SCALE].number;
+    c->first_dense = int_of(v, O_FIRST_DENSE);
+    if (!v[O_MOE_FFN].text) compute(&v[O_MOE_FFN], c->ffn);
+    c->moe_ffn = int_of(v, O_MOE_FFN);
+    resolve_expert_groups(v[O_EXPERT_GROUPS].text, c);
+}
+
+/* Reads --mla, and sets --mtp. */
+static void resolve_deepseek(value *v, gpt_config *c) {
+    int n[5] = { 0 }, given = v[O_MLA].from >= GIVEN && strcmp(v[O_MLA].text, "off") != 0;
+    c->mtp_weight = v[O_MTP_WEIGHT].number;
+    if (v[O_MODEL].text) {
+        size_from_file(v, O_MTP, c->mtp);
+        if (c->mla.kv_rank || given)
+            text_from_file(v, O_MLA, "%d:%d:%d:%d:%d", c->mla.q_rank, c->mla.kv_rank,
+                c->mla.nope_dim, c->mla.rope_dim, c->mla.value_dim);
+        return;
+    }
+    c->mtp = int_of(v, O_MTP);
+    if ((given || c->mtp) && c->arch != GPT_LLAMA)
+        refuse("--%s needs --arch llama", given ? "mla" : "mtp");
+    if (c->layers + c->mtp > GPT_MAX_LAYERS)
+        refuse("--mtp %d and --layers %d: together at most %d", c->mtp, c->layers, GPT_MAX_LAYERS);
+    if (!given) return;
+    if (!colon_numbers(v[O_MLA].text, n, 5) || n[1] < 1 || n[2] < 1 || n[3] < 2 || n[3] % 2 ||
+        n[4] < 1 || n[4] > n[2] + n[3])
+        refuse(
+            "--mla %s: five numbers Q:KV:N:R:V, Q 0 or the rank of queries, the rank KV, R even, V "
+            "at most N + R; as in --mla 48:32:16:8:16",
+            v[O_MLA].text);
+    if (c->kv_heads != c->heads)
+        refuse("--mla: every head has its own keys; --kv-heads %d must be the %d --heads",
+            c->kv_heads, c->heads);
+    c->mla = (gpt_mla){ n[1], n[0], n[2], n[3], n[4] };
 }
 
 /* The tokenizer of --tokenizer, which is open for the whole run; `tok` is NULL without it. Only rank
@@ -1420,6 +1528,7 @@ static gpt_config resolve_model(value *v) {
     c.smoothing = v[O_LABEL_SMOOTHING].number;
     resolve_recompute(v[O_RECOMPUTE].text, &c);
     resolve_experts(v, &c);
+    resolve_deepseek(v, &c);
     return c;
 }
 
@@ -2325,10 +2434,14 @@ typedef struct job {
     int attempt;       /* number of restarts before this attempt */
 } job;
 
-static const char *const csv_header =
-    "step,loss,grad_norm,lr,ms,tokens_per_s,mem_params,mem_grads,mem_optim,mem_acts,"
-    "mem_comm,mem_peak,bytes_dp,bytes_tp,bytes_cp,bytes_pp,bytes_ep,val_loss,mfu,"
-    "batch,bubble,balance_loss,z_loss,dropped";
+#define CSV_COLUMNS \
+    "step,loss,grad_norm,lr,ms,tokens_per_s,mem_params,mem_grads,mem_optim,mem_acts," \
+    "mem_comm,mem_peak,bytes_dp,bytes_tp,bytes_cp,bytes_pp,bytes_ep,val_loss,mfu," \
+    "batch,bubble,balance_loss,z_loss,dropped"
+
+static const char *csv_header(const train_config *c) {
+    return c->model.mtp ? CSV_COLUMNS ",mtp_loss" : CSV_COLUMNS;
+}
 
 /* Returns the model FLOPs utilization: the model's FLOPs per second, without recompute, divided by
    the sum of all ranks' peaks. Returns 0 if --peak-tflops is not given. */
@@ -2353,8 +2466,10 @@ static void csv_row(dt_ctx *ctx, const job *j, const train_row *row) {
     if (isfinite(row->val_loss)) line_printf(&out, "%.17g", row->val_loss);
     line_printf(&out, ",");
     if (mfu(j, row) > 0) line_printf(&out, "%.6g", mfu(j, row));
-    line_printf(&out, ",%lld,%.6g,%.17g,%.17g,%.17g\n", (long long)row->batch, row->bubble,
+    line_printf(&out, ",%lld,%.6g,%.17g,%.17g,%.17g", (long long)row->batch, row->bubble,
         row->balance, row->z, row->dropped);
+    if (j->config.model.mtp) line_printf(&out, ",%.17g", row->mtp);
+    line_printf(&out, "\n");
     if (out.error) csv_failed(ctx, j, out.error);
 }
 
@@ -2483,7 +2598,7 @@ static void on_progress(double done, void *user) {
    with a reader, or a character device. If the log is the file of standard output, duplicates the
    descriptor of standard output, so that both share one file offset. If `keep` is 0, removes all
    old rows; if `keep` is 1, leaves them for csv_rewind. Sets *is_stream (see job.csv_is_stream). */
-static int open_log(const char *path, int keep, int *is_stream) {
+static int open_log(const char *path, const char *header, int keep, int *is_stream) {
     struct stat st, out;
     int there = stat(path, &st) == 0, how = O_CLOEXEC | O_NONBLOCK | O_NOCTTY;
     int file = !there || S_ISREG(st.st_mode),
@@ -2495,11 +2610,11 @@ static int open_log(const char *path, int keep, int *is_stream) {
         refuse("--log-csv %s: %s without a reader", path, kind_of(st.st_mode));
     if (fd < 0 || fstat(fd, &st) != 0) refuse("--log-csv %s: %s", path, strerror(errno));
     *is_stream = same || !S_ISREG(st.st_mode);
-    size_t length = strlen(csv_header);
+    size_t length = strlen(header);
     char first[4096];
     ssize_t got = *is_stream || !keep ? 0 : pread(fd, first, length + 1, 0);
     if (got > 0 &&
-        ((size_t)got <= length || memcmp(first, csv_header, length) != 0 || first[length] != '\n'))
+        ((size_t)got <= length || memcmp(first, header, length) != 0 || first[length] != '\n'))
         refuse(
             "--log-csv %s: not a log with the columns of this version, and --resume would drop its "
             "rows; use another name",
@@ -2508,7 +2623,7 @@ static int open_log(const char *path, int keep, int *is_stream) {
         refuse("--log-csv %s: %s", path, strerror(errno));
     if (*is_stream || !keep) {
         line row = { .fd = fd };
-        line_printf(&row, "%s\n", csv_header);
+        line_printf(&row, "%s\n", header);
         if (row.error) refuse("--log-csv %s: %s", path, write_error_text(row.error));
     }
     return fd;
@@ -2528,7 +2643,8 @@ static void csv_rewind(dt_ctx *ctx, const job *j, int64_t step) {
         char *end = strchr(row, '\n');
         if (!end) break;
         *end = 0;
-        int64_t at = last < 0 ? (strcmp(row, csv_header) == 0 ? 0 : -1) : strtoll(row, NULL, 10);
+        int64_t at =
+            last < 0 ? (strcmp(row, csv_header(&j->config)) == 0 ? 0 : -1) : strtoll(row, NULL, 10);
         if (at < 0 || (last > 0 && at != last + 1) || at > step) break;
         last = at;
         keep += end + 1 - row;
@@ -2539,7 +2655,7 @@ static void csv_rewind(dt_ctx *ctx, const job *j, int64_t step) {
         return;
     }
     line out = { .fd = j->csv };
-    if (keep == 0) line_printf(&out, "%s\n", csv_header);
+    if (keep == 0) line_printf(&out, "%s\n", csv_header(&j->config));
     if (out.error) csv_failed(ctx, j, out.error);
 }
 
@@ -3225,7 +3341,8 @@ int main(int argc, char **argv) {
     if (prints_messages()) check_outputs(v, &j.config);
     if (v[O_MEM_LIMIT].text) check_mem_limit(&j);
     if (v[O_LOG_CSV].text && prints_messages() && !v[O_DRY_RUN].number)
-        j.csv = open_log(v[O_LOG_CSV].text, v[O_RESUME].text != NULL, &j.csv_is_stream);
+        j.csv = open_log(
+            v[O_LOG_CSV].text, csv_header(&j.config), v[O_RESUME].text != NULL, &j.csv_is_stream);
     if (v[O_TRACE].text && prints_messages()) check_writable(O_TRACE, v[O_TRACE].text);
     if (v[O_SCHEDULE_SVG].text && prints_messages())
         check_writable(O_SCHEDULE_SVG, v[O_SCHEDULE_SVG].text);

@@ -130,7 +130,8 @@ typedef struct result {
 typedef struct job {
     int ep, tp, sp, cp, kind, k, places, biased, recompute, halves, plain, uneven, steps, dry,
         fixed, procs;
-    double capacity, balance, z;
+    int sigmoid, groups, top_groups, raw;
+    double capacity, balance, z, scale;
     dt_dtype dtype;
     dt_algorithm algorithm;
     result *out;
@@ -163,7 +164,12 @@ static dt_tensor *layer_forward(dt_tensor *x, void *user) {
         .cp = l->mesh.cp,
         .kind = j->kind,
         .positions = l->places,
-        .counts = l->counts };
+        .counts = l->counts,
+        .scores = j->sigmoid,
+        .groups = j->groups,
+        .top_groups = j->top_groups,
+        .raw_gates = j->raw,
+        .scale = j->scale };
     l->again++;
     dt_routing *r = dt_route(x, l->w, d);
     dt_tensor *h = dt_dispatch(dt_tp_enter(x, l->mesh.tp, l->outside), r, l->mesh.ep);
@@ -415,10 +421,10 @@ static dt_status layer_main(dt_ctx *ctx, void *user) {
 /* Only for the main thread: returns a static buffer. */
 static const char *job_text(const job *j) {
     static char text[200];
-    snprintf(text, sizeof text, "ep %d tp %d%s cp %d kind %d, k %d, capacity %g%s%s%s%s, %s", j->ep,
-        j->tp, j->sp ? " sp" : "", j->cp, j->kind, j->k, j->capacity, j->places ? ", places" : "",
-        j->biased ? ", bias" : "", j->recompute ? ", recompute" : "", j->halves ? ", halves" : "",
-        dt_dtype_name(j->dtype));
+    snprintf(text, sizeof text, "ep %d tp %d%s cp %d kind %d, k %d, capacity %g%s%s%s%s%s, %s",
+        j->ep, j->tp, j->sp ? " sp" : "", j->cp, j->kind, j->k, j->capacity,
+        j->sigmoid ? ", sigmoid" : "", j->places ? ", places" : "", j->biased ? ", bias" : "",
+        j->recompute ? ", recompute" : "", j->halves ? ", halves" : "", dt_dtype_name(j->dtype));
     return text;
 }
 
@@ -466,23 +472,26 @@ static void check_layout(job j, const result *one, double tol) {
     CHECK_MSG(same_counts(&out, one), "%s: choices, counts or drops differ", job_text(&j));
 }
 
-/* ep x tp x cp, every cp kind with a different token order, dropless and two capacities, k 1 to
-   3. */
+/* ep x tp x cp, every cp kind with a different token order, dropless and two capacities, k 1 to 3,
+   and sigmoid routing with and without groups. */
 static void test_layouts(void) {
     static result one;
     static const double capacity[3] = { 0, 1, 0.55 };
     static const int tps[3][2] = { { 1, 0 }, { 2, 0 }, { 2, 1 } },
                      cps[3][2] = { { 1, 0 }, { 2, DT_CP_RING }, { 2, DT_CP_ZIGZAG } };
-    for (int c = 0; c < 9; c++) {
+    for (int c = 0; c < 11; c++) {
         job j = { .ep = 1,
             .tp = 1,
             .cp = 1,
             .k = 1 + c % 3,
-            .capacity = capacity[c / 3],
+            .capacity = capacity[c / 3 % 3],
             .balance = 0.3,
             .z = 0.1,
             .dtype = DT_F64,
-            .biased = c % 3 == 1 };
+            .biased = c % 3 == 1,
+            .sigmoid = c > 8 };
+        if (c > 8) j.k = 2, j.biased = 1, j.scale = 2.5, j.raw = c == 9;
+        if (c == 10) j.groups = 2, j.top_groups = 1, j.capacity = 1;
         if (!run_job(&j, &one)) continue;
         CHECK(one.choices == S * T * j.k);
         CHECK_MSG(
@@ -578,11 +587,14 @@ static void test_types(void) {
         dt_dtype dtype;
         double tol;
     } types[] = { { DT_F32, 2e-5 }, { DT_F16, 3e-2 }, { DT_BF16, 0.2 } };
-    for (int i = 0; i < 12; i++) {
+    for (int i = 0; i < 18; i++) {
         job j = { .ep = 1,
             .tp = 1,
             .cp = 1,
-            .k = 1 + i / 6,
+            .k = 1 + i / 6 % 2,
+            .sigmoid = i / 12,
+            .groups = i / 12 * 2,
+            .top_groups = 1,
             .balance = 0.3,
             .z = 0.1,
             .dtype = DT_F64,
@@ -653,6 +665,14 @@ static const double *array_of(stored s, const char *name, dt_shape *shape) {
     return NULL;
 }
 
+/* A setting that only some cases have; 0 in the others. */
+static double option_of(stored s, const char *name) {
+    char key[64];
+    snprintf(key, sizeof key, "%d.%s", s.i, name);
+    const double *value = golden_get(s.g, key, NULL);
+    return value ? *value : 0;
+}
+
 static dt_tensor *stored_input(dt_ctx *ctx, stored s, const char *name) {
     dt_shape shape = DT_SCALAR;
     const double *values = array_of(s, name, &shape);
@@ -670,6 +690,7 @@ static dt_status stored_main(dt_ctx *ctx, void *user) {
     stored s = *(stored *)user;
     dt_tensor *x = stored_input(ctx, s, "x"), *w = stored_input(ctx, s, "w"),
               *w1 = stored_input(ctx, s, "w1");
+    double sigmoid = option_of(s, "sigmoid");
     dt_tensor *w2 = stored_input(ctx, s, "w2");
     if (!x || !w || !w1 || !w2) return DT_ERR_IO;
     int k = (int)*array_of(s, "k", NULL);
@@ -679,7 +700,14 @@ static dt_status stored_main(dt_ctx *ctx, void *user) {
         .balance = *array_of(s, "balance_weight", NULL),
         .z = *array_of(s, "z_weight", NULL),
         .sequences = (int64_t)B,
-        .counts = &counts };
+        .counts = &counts,
+        .scores = (int)sigmoid,
+        .groups = (int)option_of(s, "groups"),
+        .top_groups = (int)option_of(s, "top_groups"),
+        .raw_gates = (int)option_of(s, "raw"),
+        .scale = option_of(s, "scale") };
+    if (sigmoid > 0)
+        d.bias = dt_input(ctx, DT_F64, DT_SHAPE(w->shape.d[0]), array_of(s, "bias", NULL));
     dt_routing *r = dt_route(x, w, d);
     dt_tensor *h =
         dt_expert_linear(dt_dispatch(x, r, NULL), r, w1, NULL, (dt_expert_desc){ .activation = 0 });
@@ -729,16 +757,16 @@ static void test_stored(void) {
     if (!CHECK_MSG(cases != NULL, "%s is missing", path)) return;
     for (; s.i < (int)*cases; s.i++) {
         CHECK(run(1, stored_main, &s).status == DT_OK);
-        CHECK(run(1, balance_main, &s).status == DT_OK);
+        if (option_of(s, "sigmoid") == 0) CHECK(run(1, balance_main, &s).status == DT_OK);
     }
-    CHECK(s.i == 3);
+    CHECK(s.i == 6);
     golden_free(s.g);
 }
 
 // ==== Finite differences ========================================================================
 
 enum { FD_B = 2, FD_T = 5, FD_C = 3, FD_E = 4, FD_F = 2, FD_IN = 4, FD_MOST = 96 };
-enum { FD_ROUTER, FD_ROUTER_ONE, FD_EXPERT, FD_COMBINE, FD_PARTS };
+enum { FD_ROUTER, FD_SIGMOID, FD_SIGMOID_RAW, FD_ROUTER_ONE, FD_EXPERT, FD_COMBINE, FD_PARTS };
 
 typedef struct fd {
     int part;
@@ -762,7 +790,13 @@ static dt_tensor *fd_loss(dt_ctx *ctx, fd *f, dt_tensor **in) {
     double x[FD_B * FD_T * FD_C], w[FD_E * FD_C];
     for (int i = 0; i < FD_B * FD_T * FD_C; i++) x[i] = number(50, (uint32_t)i);
     for (int i = 0; i < FD_E * FD_C; i++) w[i] = number(51, (uint32_t)i);
-    dt_route_desc d = { .k = f->part == FD_ROUTER_ONE ? 1 : 2 };
+    int sigmoid = f->part == FD_SIGMOID || f->part == FD_SIGMOID_RAW;
+    dt_route_desc d = { .k = f->part == FD_ROUTER_ONE ? 1 : 2,
+        .scores = sigmoid ? DT_ROUTE_SIGMOID : DT_ROUTE_SOFTMAX,
+        .groups = sigmoid ? 2 : 0,
+        .top_groups = f->part == FD_SIGMOID ? 1 : 2,
+        .raw_gates = f->part == FD_SIGMOID_RAW,
+        .scale = sigmoid ? 2.5 : 0 };
     if (f->part <= FD_ROUTER_ONE) {
         d.balance = 0.7;
         d.z = 0.4;
@@ -904,6 +938,23 @@ static dt_status extremes_main(dt_ctx *ctx, void *user) {
                   1e-14);
         CHECK(one->choices[t] == 0 && ((double *)one->gates->data)[t] == 1);
         CHECK(tie->choices[2 * t] == 0 && tie->choices[2 * t + 1] == 1);
+    }
+    /* groups of equal scores: the lowest of both; a group of one expert has this expert's score */
+    dt_tensor *four = dt_input(ctx, DT_F64, DT_SHAPE(4, 3), NULL);
+    memset(four->data, 0, 12 * sizeof(double));
+    dt_route_desc limited = {
+        .k = 2, .scores = DT_ROUTE_SIGMOID, .groups = 2, .top_groups = 1, .scale = 3
+    };
+    dt_routing *tie_of_groups = dt_route(in, four, limited);
+    limited.groups = 3;
+    limited.top_groups = 2;
+    dt_routing *ones = dt_route(in, dt_input(ctx, DT_F64, DT_SHAPE(3, 3), w), limited);
+    if (!tie_of_groups || !ones) return dt_error(ctx);
+    for (int t = 0; t < 2; t++) {
+        CHECK(tie_of_groups->choices[2 * t] == 0 && tie_of_groups->choices[2 * t + 1] == 1);
+        CHECK(fabs(((double *)tie_of_groups->gates->data)[2 * t] - 1.5) < 1e-15);
+        CHECK(ones->choices[2 * t] == all->choices[3 * t] &&
+              ones->choices[2 * t + 1] == all->choices[3 * t + 1]);
     }
     /* a bias changes the choice, not the gates */
     double push[3] = { -9, 0, 9 };
@@ -1245,6 +1296,11 @@ static const refusal refusals[] = {
     { 26, DT_ERR_ARG, "bf16 bias" },
     { 27, DT_ERR_SHAPE, "types differ" },
     { 28, DT_ERR_SHAPE, "not for integers" },
+    { 29, DT_ERR_SHAPE, "1 of 3 groups, scale 0: groups must divide E" },
+    { 30, DT_ERR_SHAPE, "3 of 2 groups, scale 0: top_groups must be 1 to groups" },
+    { 31, DT_ERR_SHAPE, "k 3, capacity 1, balance 0, z 0, 0 sequences, 1 of 2 groups, scale 0" },
+    { 32, DT_ERR_SHAPE, "the scale must be 0 or more" },
+    { 33, DT_ERR_SHAPE, "scores: DT_ROUTE_*" },
 };
 
 static dt_tensor *shaped(dt_ctx *ctx, dt_dtype dtype, dt_shape shape) {
@@ -1270,6 +1326,10 @@ static void refuse_route(dt_ctx *ctx, int n, dt_tensor *x, dt_tensor *w) {
     if (n == 12) d.positions = far;
     if (n == 13) d.positions = twice;
     if (n == 28) x = shaped(ctx, DT_I32, DT_SHAPE(2, 4, 3));
+    if (n >= 29) d.groups = n == 29 ? 3 : 2, d.top_groups = n == 30 ? 3 : 1;
+    if (n == 31) d.k = 3;
+    if (n == 32) d.scale = -1;
+    if (n == 33) d.scores = 2;
     CHECK(dt_route(x, n ? w : NULL, d) == NULL);
 }
 
@@ -1288,10 +1348,10 @@ static dt_status refusal_main(dt_ctx *ctx, void *user) {
     int n = ((const refusal *)user)->number;
     double counts[4] = { 0 };
     dt_tensor *x = shaped(ctx, DT_F32, DT_SHAPE(2, 4, 3)), *w = shaped(ctx, DT_F32, DT_SHAPE(4, 3));
-    if (n <= 13 || n == 28) refuse_route(ctx, n, x, w);
+    if (n <= 13 || n >= 28) refuse_route(ctx, n, x, w);
     if (n == 14)
         CHECK(dt_dispatch(dt_input(ctx, DT_F32, DT_SHAPE(2, 4, 3), NULL), NULL, NULL) == NULL);
-    if (n <= 14 || n == 28) return dt_error(ctx);
+    if (n <= 14 || n >= 28) return dt_error(ctx);
     dt_routing *r = dt_route(x, w, (dt_route_desc){ .k = 1 });
     if (n == 15) CHECK(dt_dispatch(shaped(ctx, DT_F32, DT_SHAPE(2, 3, 3)), r, NULL) == NULL);
     if (n == 22) CHECK(dt_combine(shaped(ctx, DT_F32, DT_SHAPE(8, 3)), r) == NULL);

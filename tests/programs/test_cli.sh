@@ -108,6 +108,13 @@ for x in 0 -4 4.5 many ''; do try 2 'experts' --experts "$x"; done
 for x in 0 -1 nan dropful ''; do try 2 'capacity' --capacity "$x" --experts 2; done
 try 2 'save-model: other programs. formats do not have these MoE layers; use --save' --experts 2 --save-model "$dir/none"
 try 2 'model with --experts' --experts 2 --model tests/golden/hf_gpt2
+try 2 '3 groups do not divide --experts 4; use 2:1$' --experts 4 --expert-groups 3:1
+try 2 '1 groups of 2 experts have fewer than --top-k 4; use 4:2$' --experts 8 --top-k 4 --expert-groups 4:1
+for x in 1:2 2 0:0 a:1 2:1:1 ''; do try 2 'expert-groups' --experts 4 --expert-groups "$x"; done
+for x in 1:2 4:4:3:3:2 0:4:2:2:9 0:0:2:2:2 1:2:3:4:5:6; do try 2 "mla $x: five numbers" --arch llama --mla "$x"; done
+try 2 'kv-heads 1 must be the 4 --heads' --arch llama --kv-heads 1 --mla 4:4:4:4:4
+try 2 'mtp needs --arch llama' --mtp 1
+try 2 'the file of --model says it; leave --mla out' --model tests/golden/hf_deepseek --mla 0:1:1:2:1
 
 # ---- a batch that grows
 try 2 'batch-ramp 4:4: not START:INCR:SAMPLES' --batch-ramp 4:4
@@ -310,6 +317,16 @@ for x in "1 0 1" "2 1 3" "2 2 1" "2 3 1"; do
         END { exit !good }' || bad=1
 done
 report "$bad" "$n mixtures over ep have the losses and drops of one rank, and send and hold the bytes of the formulas"
+# The parts of DeepSeek-V3, and the loss of its modules in a column of their own.
+deep="$tiny --arch llama --layers 2 --data $dir/text --mla 6:4:4:2:3 --mtp 1 --experts 4 --route sigmoid --expert-groups 2:1
+    --shared-experts 1 --moe-ffn 8 --first-dense 1 --gate-scale 2.5 --router-bias 0.01 --dtype f64"
+try 0 '' $deep --log-csv "$dir/one.csv"
+for x in "--tp 2 --pp 2 --micro-batch 2" "--ep 2 --cp 2 --zero 3"; do
+    try 0 '' $deep $x --log-csv "$dir/p.csv"
+    paste -d, "$dir/p.csv" "$dir/one.csv" | awk -F, 'function far(a, b) { return (a > b ? a - b : b - a) > 1e-12 * b }
+        NR == 1 { ok = $25 == "mtp_loss" } NR > 1 { ok = ok && $25 > 1 && !far($2, $27) && !far($25, $50); n++ } END { exit !(ok && n == 3) }'
+    report $? "latent attention, sigmoid routing and multi-token prediction with $x have the losses of one rank"
+done
 mixed="$tiny --data $dir/text --experts 4 --capacity 1 --router-bias 0.05 --steps 5 --dtype f64 --val $dir/text"
 for x in "--eval-every 0" "--eval-every 1" "--eval-every 1 --dp 2 --ep 2"; do
     try 0 '' $mixed $x --log-csv "$dir/v.csv"

@@ -1,4 +1,5 @@
-/* test_gpt.c - gpt.h and gpt_files.h: GPT-2 and Llama compared with transformers, files, generation
+/* test_gpt.c - gpt.h and gpt_files.h: GPT-2, Llama and DeepSeek-V3 compared with transformers,
+   files, generation
    Public domain or MIT, at your choice; see LICENSE.
 
    Run:  test_gpt [folder of the golden files, default tests/golden]
@@ -156,9 +157,194 @@ static void compare_all_with_transformers(void) {
     }
 }
 
+/* DeepSeek-V3 in any layout: loss, loss of the modules of multi-token prediction, and gradients. The
+   two sequences are one micro-batch each, or one is on each rank of ep. */
+typedef struct deep {
+    const char *file;
+    dt_mesh_desc sizes;
+    int sp, kind, stage, recompute;
+    golden *g;
+} deep;
+
+typedef struct deep_rank {
+    const deep *d;
+    dt_mesh mesh;
+    gpt m;
+    double loss;
+} deep_rank;
+
+enum { DEEP_T = 12, DEEP_LABELS = 22 };
+
+/* Row `row` of a stored array (2,T), sharded for this rank of cp. */
+static dt_tensor *deep_input(deep_rank *r, const int32_t *row) {
+    int32_t own[DEEP_T];
+    dt_cp_shard(r->d->kind, 1, DEEP_T, r->mesh.cp, row, own);
+    return dt_input(r->m.ctx, DT_I32, DT_SHAPE(1, DEEP_T / dt_comm_size(r->mesh.cp)), own);
+}
+
+static dt_tensor *deep_stage(dt_tensor *x, int stage, int micro, void *user) {
+    deep_rank *r = (deep_rank *)user;
+    const double *ids = golden_get(r->d->g, "ids", NULL),
+                 *labels = golden_get(r->d->g, "labels", NULL);
+    int32_t row[2][DEEP_T], next[DEEP_T], ahead[DEEP_T];
+    int from = (r->mesh.replica * 2 / r->mesh.replicas + micro) * DEEP_T;
+    for (int i = 0; i < DEEP_T; i++) {
+        row[0][i] = (int32_t)ids[from + i];
+        row[1][i] = (int32_t)labels[from + i];
+    }
+    gpt_tokens t = { .ids = deep_input(r, row[0]) };
+    for (int k = 0; k < r->m.config.mtp; k++) {
+        gpt_ahead(row[0], row[1], 1, DEEP_T, k, next, ahead);
+        t.next[k] = deep_input(r, next);
+        t.ahead[k] = deep_input(r, ahead);
+    }
+    x = gpt_stage_at(&r->m, stage, x, t, deep_input(r, row[1]), DEEP_LABELS);
+    if (stage + 1 == gpt_stages(r->m.config)) r->loss += dt_item(x);
+    return x;
+}
+
+/* Compares this rank's slice of a gradient with the stored gradient. */
+static double deep_difference(dt_zero *zero, const dt_tensor *p, const double *want) {
+    const dt_local_slice *slice = &p->param->slice;
+    int64_t n = dt_count(p->shape);
+    double *got = (double *)calloc((size_t)n + 1, sizeof *got),
+           *own = (double *)calloc((size_t)n + 1, sizeof *own);
+    dt_zero_grad(zero, p, got);
+    for (int64_t k = 0; k < n; k++) {
+        int64_t left = k, at = 0, stride = 1, inside = 1;
+        for (int j = p->shape.nd - 1; j >= 0; j--) {
+            int64_t index = left % slice->n[j];
+            left /= slice->n[j];
+            inside &= index < slice->inside[j];
+            at += (slice->lo[j] + index) * stride;
+            stride *= p->param->full.d[j];
+        }
+        own[k] = inside ? want[at] : 0;
+    }
+    double d = relative_difference(got, own, n);
+    free(got);
+    free(own);
+    return d;
+}
+
+static void deep_compare(deep_rank *r, dt_zero *zero) {
+    golden *g = r->d->g;
+    const double *loss = golden_get(g, "loss", NULL), *mtp = golden_get(g, "mtp_loss", NULL);
+    double sums[2] = { r->loss, r->m.mtp_loss };
+    dt_sum_doubles(r->mesh.data, sums, 2);
+    dt_sum_doubles(r->mesh.pp, sums, 2);
+    CHECK_MSG(fabs(sums[0] - *loss) <= 1e-12 * *loss, "%s: loss %.15g, not %.15g", r->d->file,
+        sums[0], *loss);
+    CHECK_MSG(!mtp || fabs(sums[1] - *mtp) <= 1e-12 * *mtp, "%s: loss ahead %.15g, not %.15g",
+        r->d->file, sums[1], mtp ? *mtp : 0);
+    for (int i = 0; i < dt_param_count(r->m.ctx); i++) {
+        const dt_tensor *p = dt_param_get(r->m.ctx, i);
+        char name[96];
+        int64_t n = 0;
+        snprintf(name, sizeof name, "grad.%s", p->name);
+        if (p->param->desc.frozen) continue;
+        const double *want = golden_get(g, name, &n);
+        double d =
+            want && n == dt_count(p->param->full) ? deep_difference(zero, p, want) : INFINITY;
+        CHECK_MSG(d <= 1e-12,
+            "%s, tp %d%s cp %d (kind %d) pp %d ep %d, stage %d, recompute %d: "
+            "gradient of %s differs by %.1e",
+            r->d->file, r->d->sizes.tp, r->d->sp ? " sp" : "", r->d->sizes.cp, r->d->kind,
+            r->d->sizes.pp, r->d->sizes.ep, r->d->stage, r->d->recompute, p->name, d);
+    }
+}
+
+static dt_status deep_main(dt_ctx *ctx, void *user) {
+    deep_rank *r = (deep_rank *)calloc(1, sizeof *r);
+    const deep *d = r->d = (const deep *)user;
+    int begin[3];
+    r->mesh = dt_mesh_make(ctx, d->sizes);
+    gpt_config c = gpt_config_from(ctx, path_of(golden_folder, d->file));
+    const double *weight = golden_get(d->g, "mtp_weight", NULL);
+    c.dtype = DT_F64;
+    c.tp = r->mesh.tp, c.cp = r->mesh.cp, c.pp = r->mesh.pp, c.ep = r->mesh.ep;
+    c.sp = d->sp, c.cp_kind = d->kind, c.recompute = d->recompute;
+    c.mtp_weight = weight ? *weight : 0;
+    begin[0] = 0, begin[1] = gpt_items(c) / 2, begin[2] = gpt_items(c);
+    if (d->sizes.pp > 1) c.stages = 2, c.stage_begin = begin;
+    r->m = gpt_register(ctx, c);
+    dt_zero *zero = dt_zero_make(ctx,
+        (dt_zero_desc){ .stage = d->stage, .optimizer = DT_SGD, .mesh = &r->mesh, .poison = 1 });
+    gpt_load(&r->m, path_of(golden_folder, d->file));
+    dt_schedule *s = dt_schedule_make(ctx, (dt_schedule_desc){ .kind = DT_SCHEDULE_1F1B,
+                                               .ranks = dt_comm_size(c.pp),
+                                               .micros = 2 / r->mesh.replicas });
+    dt_pipe_run(ctx, (dt_pipe_desc){ .schedule = s, .comm = c.pp, .run = deep_stage, .user = r });
+    if (dt_error(ctx) == DT_OK) deep_compare(r, zero);
+    dt_schedule_free(s);
+    dt_zero_free(zero);
+    free(r);
+    return dt_error(ctx);
+}
+
+static void deepseek_layouts(void) {
+    static const deep layouts[] = { { .sizes = { .tp = 1 } },
+        { .sizes = { .tp = 1 }, .recompute = GPT_RECOMPUTE_SELECTIVE },
+        { .sizes = { .tp = 2 }, .recompute = GPT_RECOMPUTE_FULL },
+        { .sizes = { .tp = 4 }, .sp = 1, .stage = 3 }, { .sizes = { .cp = 2 }, .kind = DT_CP_RING },
+        { .sizes = { .cp = 2 }, .kind = DT_CP_ALLGATHER, .stage = 2 },
+        { .sizes = { .cp = 2 },
+            .kind = DT_CP_ULYSSES,
+            .stage = 3,
+            .recompute = GPT_RECOMPUTE_FULL },
+        { .sizes = { .pp = 2 } }, { .sizes = { .ep = 2 }, .stage = 1 },
+        { .sizes = { .tp = 2, .cp = 2, .pp = 2 }, .kind = DT_CP_ZIGZAG },
+        { .sizes = { .tp = 2, .cp = 2, .pp = 2, .ep = 2 },
+            .sp = 1,
+            .kind = DT_CP_ZIGZAG,
+            .stage = 3,
+            .recompute = GPT_RECOMPUTE_FULL } };
+    static const char *const files[] = { "hf_deepseek", "hf_deepseek_mtp" };
+    for (int f = 0; f < 2; f++) {
+        char stored[64];
+        snprintf(stored, sizeof stored, "%s/vectors.bin", files[f]);
+        golden *g = golden_open(path_of(golden_folder, stored));
+        if (!CHECK_MSG(g != NULL, "%s is missing", stored)) continue;
+        for (size_t i = 0; i < sizeof layouts / sizeof *layouts; i++) {
+            deep d = layouts[i];
+            int *axes[4] = { &d.sizes.tp, &d.sizes.cp, &d.sizes.pp, &d.sizes.ep }, ranks = 1;
+            for (int k = 0; k < 4; k++) ranks *= *axes[k] = *axes[k] > 0 ? *axes[k] : 1;
+            dt_host host = *dt_host_default();
+            dt_report report;
+            host.log = log_nothing;
+            d.file = files[f];
+            d.g = g;
+            d.sizes.dp = 1;
+            dt_run(
+                (dt_run_desc){ .ranks = ranks, .timeout_s = 60, .host = &host, .report = &report },
+                deep_main, &d);
+            CHECK_MSG(report.status == DT_OK, "%s, layout %d: %s", d.file, (int)i, report.text);
+        }
+        golden_free(g);
+    }
+}
+
+/* The logits of a DeepSeek-V3 file on one rank. */
+static void deepseek_logits(const char *file, dt_dtype dtype, double tolerance) {
+    char stored[64];
+    snprintf(stored, sizeof stored, "%s/vectors.bin", file);
+    golden *g = golden_open(path_of(golden_folder, stored));
+    dt_ctx *ctx = make_ctx();
+    gpt_config c = gpt_config_from(ctx, path_of(golden_folder, file));
+    c.dtype = dtype;
+    gpt m = gpt_register(ctx, c);
+    gpt_load(&m, path_of(golden_folder, file));
+    dt_tensor *out = g ? gpt_logits(&m, input_of(ctx, g, "ids")) : NULL;
+    double d = out ? tensor_difference(out, out->data, dtype, golden_get(g, "logits", NULL)) : NAN;
+    CHECK_MSG(d <= tolerance, "%s in %s: logits differ by %.1e", file, dt_dtype_name(dtype), d);
+    golden_free(g);
+    free_ctx(ctx, file);
+}
+
 // ==== 3. Files saved and loaded =================================================================
 
-/* One of four models: GPT-2 or Llama, untied or tied. */
+/* One of six models: GPT-2, Llama or latent attention, untied or tied. Model 4 has experts, model 5
+   a module of multi-token prediction. */
 static gpt_config random_config(int which) {
     gpt_config c = { .layers = 3,
         .width = 24,
@@ -172,6 +358,17 @@ static gpt_config random_config(int which) {
         .arch = which / 2 ? GPT_LLAMA : GPT_GPT2,
         .norm_eps = 2e-5 };
     if (c.arch == GPT_LLAMA) c.kv_heads = 2, c.ffn = 40, c.theta = 777;
+    if (which < 4) return c;
+    c.kv_heads = 4;
+    c.arch = GPT_LLAMA;
+    c.mla = (gpt_mla){
+        .kv_rank = 6, .q_rank = which == 4 ? 5 : 0, .nope_dim = 5, .rope_dim = 2, .value_dim = 4
+    };
+    c.mtp = which == 5;
+    c.mtp_weight = 0.3;
+    if (which == 5) return c;
+    c.experts = 4, c.top_k = 2, c.shared_experts = 2, c.moe_ffn = 9, c.first_dense = 1;
+    c.route = DT_ROUTE_SIGMOID, c.expert_groups = 2, c.top_groups = 1, c.gate_scale = 2.5;
     return c;
 }
 
@@ -210,7 +407,13 @@ static int same_params(dt_ctx *a, dt_ctx *b) {
 static int same_config(gpt_config a, gpt_config b) {
     return a.arch == b.arch && a.layers == b.layers && a.width == b.width && a.heads == b.heads &&
            a.ffn == b.ffn && a.kv_heads == b.kv_heads && a.seq == b.seq && a.vocab == b.vocab &&
-           a.tied == b.tied && a.norm_eps == b.norm_eps &&
+           a.tied == b.tied && a.norm_eps == b.norm_eps && a.mtp == b.mtp &&
+           memcmp(&a.mla, &b.mla, sizeof a.mla) == 0 && a.experts == b.experts &&
+           (!a.experts ||
+               (a.top_k == b.top_k && a.shared_experts == b.shared_experts &&
+                   a.moe_ffn == b.moe_ffn && a.first_dense == b.first_dense && a.route == b.route &&
+                   a.expert_groups == b.expert_groups && a.top_groups == b.top_groups &&
+                   a.raw_gates == b.raw_gates && a.gate_scale == b.gate_scale)) &&
            (a.arch == GPT_GPT2 || a.theta == b.theta);
 }
 
@@ -266,12 +469,13 @@ static void round_trip(int which, dt_dtype dtype, int64_t shard) {
 
 /* Saves each model in its own folder of `top`, with its logits. */
 static int save_models(const char *top) {
-    for (int which = 0; which < 4; which++) {
+    static const char *const names[] = { "gpt2", "llama", "deepseek" };
+    for (int which = 0; which < 5; which++) {
         char name[64], line[256];
         int32_t ids[2 * 16];
         dt_ctx *ctx = make_ctx();
         gpt_config c = random_config(which);
-        snprintf(name, sizeof name, "%s_%s", c.arch ? "llama" : "gpt2", c.tied ? "tied" : "untied");
+        snprintf(name, sizeof name, "%s_%s", names[which / 2], c.tied ? "tied" : "untied");
         const char *folder = new_folder(top, name);
         gpt m = gpt_register(ctx, c);
         fill(ctx);
@@ -555,8 +759,9 @@ static void cache_equals_window(int which, dt_dtype dtype, int prompt, double to
     }
     CHECK_MSG(most <= tolerance, "model %d in %s after %d tokens: logits differ by %.1e", which,
         dt_dtype_name(dtype), prompt, most);
-    CHECK_MSG(calls == 0 || prompt < c.seq / 2 || DT__ASAN, "%d allocations after the first tokens",
-        (int)calls);
+    /* latent attention computes the keys of all cached tokens, so its memory grows with them */
+    CHECK_MSG(calls == 0 || prompt < c.seq / 2 || c.mla.kv_rank || DT__ASAN,
+        "%d allocations after the first tokens", (int)calls);
     gpt_cache_close(&cache);
     free_ctx(a, "cache");
     free_ctx(b, "window");
@@ -704,14 +909,19 @@ static double step_grads(gpt_config c, uint64_t step, double *grads, int64_t *n)
     gpt m = gpt_register(ctx, c);
     fill(ctx);
     fill_ids(ids, TOKENS, c.vocab, 3);
-    dt_tensor *l = gpt_loss_at(
-        &m, (gpt_tokens){ .ids = line(ctx, ids), .step = step }, line(ctx, ids), TOKENS);
+    int32_t next[TOKENS], ahead[TOKENS];
+    gpt_ahead(ids, ids, 1, TOKENS, 0, next, ahead);
+    gpt_tokens t = { .ids = line(ctx, ids), .step = step };
+    t.next[0] = line(ctx, next), t.ahead[0] = line(ctx, ahead);
+    dt_tensor *l = gpt_loss_at(&m, t, line(ctx, ids), TOKENS);
     double loss = dt_item(l);
     dt_backward(l);
     *n = 0;
     for (int i = 0; i < dt_param_count(ctx); i++) {
         const dt_tensor *p = dt_param_get(ctx, i);
-        memcpy(grads + *n, p->grad, (size_t)dt_count(p->shape) * 8);
+        memset(grads + *n, 0, (size_t)dt_count(p->shape) * 8);
+        if (p->grad) /* a router bias has none */
+            memcpy(grads + *n, p->grad, (size_t)dt_count(p->shape) * 8);
         *n += dt_count(p->shape);
     }
     CHECK_MSG(*n == gpt_param_count(c), "%d gradients, but gpt_param_count is %d", (int)*n,
@@ -909,6 +1119,20 @@ int main(int argc, char **argv) {
         dropout_and_recompute(which);
         dropout_keys(which);
     }
+    for (int which = 4; which < 6; which++) {
+        round_trip(which, DT_F64, 0);
+        round_trip(which, DT_BF16, 0);
+        for (int prompt = 1; prompt < 16; prompt += 7) {
+            cache_equals_window(which, DT_F64, prompt, 1e-12);
+            cache_equals_window(which, DT_F32, prompt, 1e-5);
+        }
+        permutation_and_documents(which);
+        dropout_and_recompute(which);
+    }
+    deepseek_logits("hf_deepseek", DT_F64, 1e-12);
+    deepseek_logits("hf_deepseek", DT_F32, 1e-5);
+    deepseek_logits("hf_deepseek_mtp", DT_F64, 1e-12);
+    deepseek_layouts();
     files_that_do_not_fit();
     models_that_do_not_fit();
     configs();

@@ -8,7 +8,7 @@
 # index.awk defines when a concept is found.
 cd "$(dirname "$0")/../.." || exit 1
 here=tests/programs
-files="dt_tensor.h dt_comm.h dt_parallel.h dt_zero.h dt_kernels.cu"
+files="dt_tensor.h dt_comm.h dt_parallel.h dt_zero.h dt_kernels.cu examples/gpt.h"
 T=$(mktemp -d)
 trap 'rm -rf "$T"' EXIT
 export LC_ALL=C
@@ -29,6 +29,7 @@ done <"$T/found"
 # Planted: a concept whose name is removed from the headers must not be found.
 while IFS=$'\t' read -r term place lines what; do
     [ "$place" != - ] || continue
+    mkdir -p "$T/examples"
     for f in $files; do sed "s/$term/withheld/Ig" $f >"$T/$f"; done
     look $(printf "$T/%s " $files) >"$T/planted"
     if grep -q "^$term	-" "$T/planted"; then passed=$((passed + 1))

@@ -45,7 +45,7 @@ typedef struct spec {
     int dp, tp, cp, pp, ep;
     int model, llama, layers, heads, dim, gqa, ffn, seq, vocab, tied, dropout, smoothing, ignore,
         docs, type;
-    int experts, top_k, capacity, every, shared, balance, z, bias;
+    int experts, top_k, capacity, every, shared, balance, z, bias, deep;
     int sched, chunks, cut, sp, kind, accum, micro, stage, shard, keep, no_overlap, tree, offload;
     int optimizer, clip, bucket, freeze, split, recompute, steps, procs, devices, late, net;
 } spec;
@@ -57,12 +57,15 @@ enum { TYPE_F64 = 0, TYPE_F32, TYPE_BF16, TYPE_F16 };
 enum { OFF_NONE = 0, OFF_STATE, OFF_STATE_DISK, OFF_ALL, OFF_ALL_DISK };
 enum { REC_NONE = 0, REC_SELECTIVE, REC_FULL, REC_FULL_2, REC_FULL_3 };
 enum { OPT_ADAMW = 0, OPT_ADAM, OPT_SGD, OPT_MOMENTUM, OPT_OWN };
+enum { DEEP_NONE = 0, DEEP_LATENT, DEEP_LATENT_MTP, DEEP_MTP };
 enum { CUT_EVEN = 0, CUT_ENDS, CUT_LIST, CUT_LIST_2 };
 
 /* Parser, printer, generator and shrinker all read this table. The first value is the simplest.
    heads: per tp rank. gqa: query heads per key head. seq: tokens per cp rank and, with sp, per tp
    rank. experts: per ep rank. capacity: capacity factor * 2. every: a mixture in every layer or in
-   every second. chunks: stages per rank. cut: stages of equal length, or embedding and head as
+   every second. deep: parts of DeepSeek-V3 in a Llama: sigmoid routing with any value but 0; latent
+   attention with a latent of queries, or without it and a module of multi-token prediction, or two
+   modules and ordinary attention. chunks: stages per rank. cut: stages of equal length, or embedding and head as
    stages of their own, or random stages. accum: micro-batches. shard: ranks of a ZeRO shard group,
    0: all. devices: 0: the CPU. late: the seed of the order in which streams run. net: ranks share
    memory, connect by TCP, or have one device each and NCCL. */
@@ -111,6 +114,7 @@ static const field fields[] = {
     F(balance, 0, 1),
     F(z, 0, 1),
     F(bias, 0, 1),
+    F(deep, DEEP_NONE, DEEP_LATENT, DEEP_LATENT_MTP, DEEP_MTP),
     F(sched, DT_SCHEDULE_NAIVE, DT_SCHEDULE_AFAB, DT_SCHEDULE_1F1B, DT_SCHEDULE_INTERLEAVED,
         DT_SCHEDULE_ZB),
     F(chunks, 1, 2, 3),
@@ -176,6 +180,13 @@ static int sequences_of(spec s) { return s.dp * s.ep * s.accum * s.micro; }
 static int stages_of(spec s) { return s.pp * s.chunks; }
 static int items_of(spec s) { return 2 * s.layers + (s.model == MODEL_GPT ? 2 : 0); }
 static int is_mixture(spec s, int layer) { return s.experts > 0 && (layer + 1) % s.every == 0; }
+static int is_latent(spec s) {
+    return s.model == MODEL_GPT && s.llama && s.deep && s.deep < DEEP_MTP;
+}
+static int modules_of(spec s) {
+    return s.model == MODEL_GPT && s.llama && s.deep > DEEP_LATENT ? s.deep - DEEP_LATENT : 0;
+}
+static int kv_heads_of(spec s) { return is_latent(s) ? heads_of(s) : heads_of(s) / s.gqa; }
 static int mixtures_of(spec s) { return s.experts > 0 ? s.layers / s.every : 0; }
 
 /* The same case on one rank, with the same sizes of the model. */
@@ -202,12 +213,12 @@ static const char *const rules[RULES] = { "one value has no effect with the othe
     "parameters offloaded below stage 3", "top_k above the number of experts",
     "several chunks without the interleaved schedule",
     "zero-bubble with fewer micro-batches than ranks",
-    "a tied head and its embedding in two stages of one rank", "f64 on a device",
-    "forked processes on a device", "NCCL without devices" };
+    "a tied head or multi-token prediction, and the embedding, in two stages of one rank",
+    "f64 on a device", "forked processes on a device", "NCCL without devices" };
 
 static int refusal(spec s) {
     char why[300];
-    int kv = heads_of(s) / s.gqa, gpt = s.model == MODEL_GPT;
+    int kv = kv_heads_of(s), gpt = s.model == MODEL_GPT;
     if (stages_of(s) > items_of(s)) return 1;
     if (heads_of(s) % s.gqa != 0) return 3;
     if (gpt && kv % s.tp != 0 && s.tp % kv != 0) return 2;
@@ -222,7 +233,7 @@ static int refusal(spec s) {
     if (s.keep && s.stage < 3) return 8;
     if (s.offload >= OFF_ALL && s.stage < 3) return 9;
     if (s.experts > 0 && s.top_k > experts_of(s)) return 10;
-    if (gpt && s.tied && s.chunks > 1 && s.pp == 1) return 13;
+    if (gpt && (s.tied || modules_of(s)) && s.chunks > 1 && s.pp == 1) return 13;
     if (s.chunks > 1 && s.sched != DT_SCHEDULE_INTERLEAVED) return 11;
     if (s.pp > 1 && s.sched == DT_SCHEDULE_ZB && s.accum < s.pp) return 12;
     if (s.devices && s.type == TYPE_F64) return 14;
@@ -762,6 +773,14 @@ static dt_tensor *gpt_stage(job *j, int stage, dt_tensor *x, int64_t micro) {
                 .documents = all + s.micro * tokens_of(s) });
         free(all);
     }
+    for (int k = 0; k < modules_of(s); k++) {
+        int64_t n = s.micro * tokens_of(s);
+        int32_t *both = (int32_t *)malloc((size_t)(2 * n) * sizeof *both);
+        gpt_ahead(b->ids + at, b->labels + at, s.micro, tokens_of(s), k, both, both + n);
+        t.next[k] = shard_input(j->ctx, s, b, cp, both);
+        t.ahead[k] = shard_input(j->ctx, s, b, cp, both + n);
+        free(both);
+    }
     return gpt_stage_at(
         &j->g, stage, x, t, shard_input(j->ctx, s, b, cp, b->labels + at), b->labels_in_step);
 }
@@ -784,7 +803,7 @@ static void end_routes(job *j) {
     spec s = j->s;
     dt_comm *const groups[3] = { j->mesh.data, s.sp ? j->mesh.tp : NULL, j->mesh.pp };
     int E = experts_of(s);
-    for (int i = 0; i < s.layers && s.experts > 0; i++) {
+    for (int i = 0; i < s.layers + modules_of(s) && s.experts > 0; i++) {
         dt_route_counts *c = route_of(j, i);
         double sum[COUNTS] = { c->balance, c->z, c->choices, c->dropped };
         dt_tensor *bias = s.model == MODEL_OWN ? j->own.layer[i].bias : NULL;
@@ -829,12 +848,30 @@ static void train_step(job *j) {
     j->r->norm[j->step - 1] = info.grad_norm;
 }
 
+/* Adds the parts of DeepSeek-V3. The groups of experts are two if half of the experts suffice. */
+static void make_deep(spec s, gpt_config *c) {
+    if (!s.deep || !s.llama) return;
+    if (is_latent(s))
+        c->mla = (gpt_mla){ .kv_rank = 3,
+            .q_rank = s.deep == DEEP_LATENT ? 5 : 0,
+            .nope_dim = 3,
+            .rope_dim = 2,
+            .value_dim = 4 };
+    c->mtp = modules_of(s);
+    c->mtp_weight = 0.4;
+    c->moe_ffn = s.ffn + 1;
+    c->route = DT_ROUTE_SIGMOID;
+    c->raw_gates = s.deep == DEEP_LATENT_MTP;
+    c->gate_scale = 1.5;
+    if (c->experts % 2 == 0 && c->experts / 2 >= s.top_k) c->expert_groups = 2, c->top_groups = 1;
+}
+
 static void register_model(job *j) {
     spec s = j->s;
     gpt_config config = { .layers = s.layers,
         .width = heads_of(s) * s.dim,
         .heads = heads_of(s),
-        .kv_heads = heads_of(s) / s.gqa,
+        .kv_heads = kv_heads_of(s),
         .ffn = s.ffn,
         .seq = tokens_of(s),
         .vocab = s.vocab,
@@ -862,11 +899,13 @@ static void register_model(job *j) {
         .stages = stages_of(s),
         .stage_begin = j->first };
     stage_begins(s, j->first);
+    make_deep(s, &config);
     if (s.model == MODEL_GPT)
         j->g = gpt_register(j->ctx, config);
     else
         j->own = own_register(j->ctx, s, &j->mesh, j->first);
-    for (int i = 0; i < s.layers; i++) route_of(j, i)->experts = j->fell + i * experts_of(s);
+    for (int i = 0; i < s.layers + modules_of(s); i++)
+        route_of(j, i)->experts = j->fell + i * experts_of(s);
     /* like dt_param_at(.frozen = 1): the models have no option for it */
     dt_tensor *t = dt_param_find(j->ctx, s.model == MODEL_OWN ? "l.0.down"
                                          : s.llama            ? "h.0.attn.q.weight"
@@ -923,6 +962,8 @@ static double most_exchanged(const job *j) {
         for (int i = j->first[stage]; i < j->first[stage + 1]; i++)
             mixtures +=
                 stage % s.pp == j->mesh.coord.pp && i > 0 && i % 2 == 0 && is_mixture(s, i / 2 - 1);
+    for (int k = 0; k < modules_of(s) && j->mesh.coord.pp == s.pp - 1; k++)
+        mixtures += is_mixture(s, s.layers + k);
     return s.ep == 1 ? 0
                      : rows * mixtures * heads_of(s) * s.dim * (s.recompute >= REC_FULL ? 1.5 : 1);
 }
@@ -1079,7 +1120,7 @@ static int has_positions(const result *r, int param) {
 /* Side losses are compared by tolerance; counts of choices must be equal. */
 static void compare_routes(verdict *v, const result *a, const result *b, double tol, double later) {
     for (int i = 0; i < a->s.steps; i++)
-        for (int l = 0; l < a->s.layers; l++)
+        for (int l = 0; l < a->s.layers + modules_of(a->s); l++)
             for (int k = 0; k < COUNTS; k++) {
                 double x = a->route[i][l][k], y = b->route[i][l][k];
                 if (k < CHOICES ? !near_value(x, y, i > 0 ? later : tol, 0) : x != y)
@@ -1272,7 +1313,7 @@ static void other_pipeline(spec *p) {
     static const int kinds[] = { DT_SCHEDULE_AFAB, DT_SCHEDULE_1F1B, DT_SCHEDULE_INTERLEAVED,
         DT_SCHEDULE_ZB, DT_SCHEDULE_NAIVE };
     int turn = variant_of(*p) / 3, was = p->sched;
-    int tied = p->tied && p->model == MODEL_GPT;
+    int tied = (p->tied || modules_of(*p)) && p->model == MODEL_GPT;
     spec no = *p;
     no.pp = no.chunks = 1;
     if (stages_of(*p) == 1) return;
@@ -1423,6 +1464,9 @@ static const char *const named[] = {
     "dp=2,tp=2,sp=1,cp=2,ep=2,pp=2,experts=1,top_k=2,capacity=2,shared=1,bias=1,accum=2,sched=4,"
     "layers=2,heads=2,"
     "dim=2,ffn=4,seq=2,vocab=17,tied=1,stage=1,clip=1,steps=3",
+    "dp=2,tp=2,sp=1,cp=2,ep=2,pp=2,kind=1,llama=1,deep=2,experts=2,top_k=2,balance=1,bias=1,shared="
+    "1,"
+    "accum=2,sched=4,layers=2,heads=2,dim=2,ffn=4,seq=2,vocab=17,stage=3,recompute=2,steps=2",
     "dp=2,tp=4,pp=4,accum=4,sched=2,layers=3,heads=1,dim=4,ffn=16,seq=2,vocab=31,tied=1,stage=3,"
     "clip=1,steps=3",
 };
@@ -1486,7 +1530,7 @@ static spec random_spec(uint64_t seed, int number, int attempt) {
    pipeline fields without a pipeline. */
 static unsigned char seen[FIELDS][8][FIELDS][8];
 static unsigned char needs[FIELDS]; /* what a field needs to have an effect, NEEDS_* */
-enum { NEEDS_TP = 1, NEEDS_CP, NEEDS_PP, NEEDS_NO_PP, NEEDS_EXPERTS };
+enum { NEEDS_TP = 1, NEEDS_CP, NEEDS_PP, NEEDS_NO_PP, NEEDS_EXPERTS, NEEDS_LLAMA };
 
 static void list_needs(void) {
     static const struct {
@@ -1496,7 +1540,7 @@ static void list_needs(void) {
         { "chunks", NEEDS_PP }, { "cut", NEEDS_PP }, { "split", NEEDS_NO_PP },
         { "top_k", NEEDS_EXPERTS }, { "capacity", NEEDS_EXPERTS }, { "every", NEEDS_EXPERTS },
         { "shared", NEEDS_EXPERTS }, { "balance", NEEDS_EXPERTS }, { "z", NEEDS_EXPERTS },
-        { "bias", NEEDS_EXPERTS } };
+        { "bias", NEEDS_EXPERTS }, { "deep", NEEDS_LLAMA } };
     for (int i = 0; i < FIELDS; i++)
         for (size_t k = 0; k < sizeof list / sizeof *list; k++)
             if (strcmp(fields[i].name, list[k].name) == 0) needs[i] = (unsigned char)list[k].needs;
@@ -1510,6 +1554,7 @@ static int index_of(spec s, int i) {
         (needs[i] == NEEDS_PP) != (stages_of(s) > 1))
         return -1;
     if (needs[i] == NEEDS_EXPERTS && mixtures_of(s) == 0) return -1;
+    if (needs[i] == NEEDS_LLAMA && !(s.llama && s.model == MODEL_GPT)) return -1;
     while (k < fields[i].n && fields[i].values[k] != v) k++;
     return k < fields[i].n ? k : -1;
 }
@@ -1649,6 +1694,7 @@ static int pair_refusal(int i, int a, int k, int b) {
         if (need == NEEDS_CP) s.cp = 2;
         if (need == NEEDS_PP) s.pp = 2;
         if (need == NEEDS_EXPERTS) s.experts = 2;
+        if (need == NEEDS_LLAMA) s.llama = 1, s.dim = 2;
         if (strcmp(fields[both[f]].name, "chunks") == 0) s.sched = DT_SCHEDULE_INTERLEAVED;
     }
     *value_of(&s, &fields[i]) = fields[i].values[a];
@@ -1678,6 +1724,8 @@ static int exclusive(int i, int a, int k, int b) {
         (needs[i] == NEEDS_PP || needs[k] == NEEDS_PP))
         return 1;
     if (strcmp(x, "experts") == 0 && v == 0 && needs[k] == NEEDS_EXPERTS) return 1;
+    if (strcmp(x, "model") == 0 && v == MODEL_OWN && needs[k] == NEEDS_LLAMA) return 1;
+    if (strcmp(x, "llama") == 0 && v == 0 && needs[k] == NEEDS_LLAMA) return 1;
     if (strcmp(x, "tp") == 0 && v == 1 && needs[k] == NEEDS_TP) return 1;
     if (strcmp(x, "cp") == 0 && v == 1 && needs[k] == NEEDS_CP) return 1;
     if (strcmp(x, "pp") == 0 && v > 1 && needs[k] == NEEDS_NO_PP) return 1;
