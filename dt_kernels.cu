@@ -2015,6 +2015,7 @@ enum { NORM_ROW_VECS = 6 };
 template <class T, int N, int G>
 DTK_KERNEL __launch_bounds__(BLOCK, 4) norm_kernel(dt_norm_args a) {
     const T *gains = (const T *)a.gain, *biases = a.rms ? NULL : (const T *)a.bias;
+    const float offset = (float)a.gain_offset;
     int buffer = 0;
     for (size_t first = (size_t)blockIdx.x * (BLOCK / G); first < a.rows; first += row_step<G>()) {
         size_t r = first + threadIdx.x / G;
@@ -2039,7 +2040,8 @@ DTK_KERNEL __launch_bounds__(BLOCK, 4) norm_kernel(dt_norm_args a) {
         x.for_each([&](int64_t c, vec<float, N> v) {
             vec<float, N> gain = load_floats<N>(gains + c), bias = { { 0 } };
             if (biases) bias = load_floats<N>(biases + c);
-            for (int k = 0; k < N; k++) v.v[k] = (v.v[k] - mean) * rstd * gain.v[k] + bias.v[k];
+            for (int k = 0; k < N; k++)
+                v.v[k] = (v.v[k] - mean) * rstd * (gain.v[k] + offset) + bias.v[k];
             store_floats(out + c, v);
         });
         if (threadIdx.x % G > 0 || r >= a.rows) continue;
@@ -2064,6 +2066,14 @@ template <class T> static dt_status norm(const dt_norm_args *a, void *stream) {
     return launch_status();
 }
 DTK_TABLE_ENTRY(norm)
+
+/* Loads N gains from column c on and adds the offset. */
+template <int N, class T>
+static __device__ vec<float, N> gains_at(const dt_norm_back_args &a, const T *gains, int64_t c) {
+    vec<float, N> gain = load_floats<N>(gains + c);
+    for (int k = 0; k < N; k++) gain.v[k] += (float)a.gain_offset;
+    return gain;
+}
 
 static __device__ float mean_of(const dt_norm_back_args &a, size_t r) {
     return a.rms ? 0 : ((const float *)a.mean)[r];
@@ -2127,7 +2137,7 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2) norm_back_kernel(dt_norm_back_args a) {
         for (int j = 0; j < K; j++) {
             if (row.x.column(j) >= row.x.cols) continue;
             vec<float, N> v = to_floats(row.x.regs[j]), d = to_floats(row.dout.regs[j]);
-            vec<float, N> gain = load_floats<N>(gains + row.x.column(j));
+            vec<float, N> gain = gains_at<N>(a, gains, row.x.column(j));
             for (int k = 0; k < N; k++) {
                 float y = (v.v[k] - row.mean) * row.rstd, g = d.v[k] * gain.v[k];
                 dgain[j].v[k] += d.v[k] * y;
@@ -2144,7 +2154,7 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2) norm_back_kernel(dt_norm_back_args a) {
         for (int j = 0; j < K; j++) {
             if (row.x.column(j) >= row.x.cols) continue;
             vec<float, N> v = to_floats(row.x.regs[j]), d = to_floats(row.dout.regs[j]);
-            vec<float, N> gain = load_floats<N>(gains + row.x.column(j));
+            vec<float, N> gain = gains_at<N>(a, gains, row.x.column(j));
             for (int k = 0; k < N; k++)
                 v.v[k] = row.rstd * (d.v[k] * gain.v[k] - mean_g - (v.v[k] - row.mean) * slope);
             store_floats(dx + row.x.column(j), v, a.accumulate_x);
@@ -2195,7 +2205,7 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2) norm_back_rows_kernel(dt_norm_back_args a
         T *dx = (T *)a.dx + r * a.cols;
         float mean = mean_of(a, r), rstd = ((const float *)a.rstd)[r], g_sum = 0, gy_sum = 0;
         x.for_each_pair(dout, [&](int64_t c, vec<float, N> v, vec<float, N> d) {
-            vec<float, N> gain = load_floats<N>(gains + c);
+            vec<float, N> gain = gains_at<N>(a, gains, c);
             for (int k = 0; k < N; k++) {
                 g_sum += d.v[k] * gain.v[k];
                 gy_sum += d.v[k] * gain.v[k] * ((v.v[k] - mean) * rstd);
@@ -2205,7 +2215,7 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2) norm_back_rows_kernel(dt_norm_back_args a
               mean_gy = group_sum<G>(gy_sum) / (float)a.cols;
         if (a.rms) mean_g = 0;
         x.for_each_pair(dout, [&](int64_t c, vec<float, N> v, vec<float, N> d) {
-            vec<float, N> gain = load_floats<N>(gains + c);
+            vec<float, N> gain = gains_at<N>(a, gains, c);
             for (int k = 0; k < N; k++)
                 v.v[k] = rstd * (d.v[k] * gain.v[k] - mean_g - (v.v[k] - mean) * rstd * mean_gy);
             store_floats(dx + c, v, a.accumulate_x);
@@ -2335,7 +2345,7 @@ DTK_TABLE_ENTRY(softmax_back)
    thousands a float angle gives a cosine whose last digits are wrong. A thread reads its pairs
    before it writes them, so a.out may be the same array as a.in. */
 struct rope_frequencies {
-    double of[BLOCK];
+    double of[BLOCK], factor; /* factor: of sines and cosines */
 };
 
 /* Rotates pairs i to i + N - 1 of the head at x and stores them in the head at `out`. */
@@ -2382,7 +2392,8 @@ DTK_KERNEL __launch_bounds__(BLOCK)
         if (me < here * half) {
             double sine, cosine;
             sincos(a.positions[first + me / half] * frequencies.of[me % half], &sine, &cosine);
-            rotation[me] = make_float2((float)cosine, (float)(a.inverse ? -sine : sine));
+            rotation[me] = make_float2((float)(frequencies.factor * cosine),
+                (float)(frequencies.factor * (a.inverse ? -sine : sine)));
         }
         __syncthreads();
         for (int u = me; u < here * heads * head_vecs; u += BLOCK) {
@@ -2404,8 +2415,8 @@ template <class T> static dt_status rope(const dt_rope_args *a, void *stream) {
     size_t half = a->rotary / 2;
     rope_frequencies frequencies;
     if (a->rotary % 2 || a->rotary > a->dim || a->dim > 2 * BLOCK) return DT_ERR_ARG;
-    for (size_t i = 0; i < half; i++)
-        frequencies.of[i] = pow(a->theta, -2.0 * (double)i / (double)a->rotary);
+    for (size_t i = 0; i < half; i++) frequencies.of[i] = dt_rope_rate(a, i);
+    frequencies.factor = a->scaling.kind == DT_ROPE_YARN ? a->scaling.attention : 1;
     int each = half > BLOCK / 8 ? BLOCK / (int)half : 8;
     bool aligned =
         aligned16(a->in, a->out) && a->dim % N == 0 && half % N == 0 && a->rotary % N == 0;
@@ -4496,7 +4507,9 @@ struct attention_shape {
     /* group: number of query heads per kv head (grouped-query attention); q_row, k_row: number of
        elements in all heads of one token */
     int causal, heads, kv_heads, group, dim, q_row, k_row, first_sequence, first_kv;
+    int window;              /* sliding window: number of keys up to the query's own; 0: none */
     float scale, scale_log2; /* scale_log2: the scale for exponentials to base 2 */
+    float cap;               /* soft-capping of unscaled scores s: cap tanh(s / cap); 0: none */
     /* aligned: true if inputs can be read 16 bytes at a time; aligned4: true if results can be
        written four elements at a time */
     bool aligned, aligned4;
@@ -4545,15 +4558,15 @@ DTK_KERNEL __launch_bounds__(BLOCK) spans_kernel(token_axis s, int64_t batch) {
 
 /* Returns true only if none of the queries attends to any of the keys. */
 static __device__ bool fully_masked(const attention_shape &s, span q, span k) {
-    return (s.causal && k.first > q.last) || k.document_first > q.document_last ||
-           k.document_last < q.document_first;
+    return (s.causal && k.first > q.last) || (s.window && q.first - k.last >= s.window) ||
+           k.document_first > q.document_last || k.document_last < q.document_first;
 }
 
 /* Returns true only if all of the queries attend to all of the keys. In q and in k document_first
    is at most document_last, so the two equations hold only if all tokens have the same document. */
 static __device__ bool fully_visible(const attention_shape &s, span q, span k) {
-    return (!s.causal || k.last <= q.first) && q.document_first == k.document_last &&
-           q.document_last == k.document_first;
+    return (!s.causal || k.last <= q.first) && (!s.window || q.last - k.first < s.window) &&
+           q.document_first == k.document_last && q.document_last == k.document_first;
 }
 
 /* Returns the index after the last key tile that the `rows` queries from row0 on may attend to. In
@@ -4572,7 +4585,7 @@ static __device__ int key_tile_end(const attention_shape &s, int row0, int rows)
    has no products of a previous tile with which it could overlap. */
 static __device__ int next_key_tile(
     const attention_shape &s, int sequence, int row0, int rows, int i) {
-    if (!s.k.spans) return i;
+    if (!s.k.spans && !s.window) return i;
     span q = span_of(s.q, sequence, row0, rows);
     while (i >= 0 && fully_masked(s, q, span_of(s.k, sequence, i * s.k.tile_size, s.k.tile_size)))
         i--;
@@ -4598,7 +4611,7 @@ static __device__ query_tile next_query_tile(
     if (first >= s.q.tiles) i.head = s.group;
     for (; i.head < s.group; i.head++, i.tile = 0)
         for (i.tile = max(i.tile, first); i.tile < s.q.tiles; i.tile++)
-            if (!s.q.spans ||
+            if ((!s.q.spans && !s.window) ||
                 !fully_masked(s, span_of(s.q, sequence, i.tile * s.q.tile_size, s.q.tile_size), k))
                 return i;
     return i;
@@ -4627,8 +4640,8 @@ static __device__ void load_tokens(
 /* Sets masked scores to minus infinity in a call with mask arrays. `rows` and `cols` are the
    results of token_at for the warp's rows and for the columns. */
 template <int M, int J>
-static __device__ void mask_tokens(
-    float (&c)[M][J][4], bool rows_are_keys, const int2 *rows, const int2 *cols) {
+static __device__ void mask_tokens(float (&c)[M][J][4], const attention_shape &s,
+    bool rows_are_keys, const int2 *rows, const int2 *cols) {
     int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     DTK_UNROLL
     for (int at = 0; at < 2 * J; at++) {
@@ -4636,8 +4649,9 @@ static __device__ void mask_tokens(
         DTK_UNROLL
         for (int r = 0; r < 2 * M; r++) {
             int2 row = rows[8 * r + g];
-            bool future = rows_are_keys ? row.x > col.x : col.x > row.x;
-            if (future || row.y != col.y) c[r / 2][at / 2][r % 2 * 2 + at % 2] = -INFINITY;
+            int query = rows_are_keys ? col.x : row.x, key = rows_are_keys ? row.x : col.x;
+            if (key > query || (s.window && query - key >= s.window) || row.y != col.y)
+                c[r / 2][at / 2][r % 2 * 2 + at % 2] = -INFINITY;
         }
     }
 }
@@ -4662,9 +4676,11 @@ template <int M, int J>
 static __device__ void mask_keys(float (&c)[M][J][4], const attention_shape &s, int row0, int col0,
     bool all, const int2 *rows, const int2 *cols) {
     if (!all && s.k.spans)
-        mask_tokens(c, false, rows, cols);
-    else if (!all)
-        mask_outside(c, INT32_MIN / 2, row0 + s.q.shift + 1 - col0, 1);
+        mask_tokens(c, s, false, rows, cols);
+    else if (!all) {
+        int end = row0 + s.q.shift + 1 - col0;
+        mask_outside(c, s.window ? end - s.window : INT32_MIN / 2, end, 1);
+    }
     if (col0 + 8 * J > s.k.length) mask_outside(c, 0, s.k.length - col0, 0);
 }
 
@@ -4674,9 +4690,30 @@ template <int M, int J>
 static __device__ void mask_queries(float (&c)[M][J][4], const attention_shape &s, int row0,
     int col0, bool all, const int2 *rows, const int2 *cols) {
     if (!all && s.k.spans)
-        mask_tokens(c, true, rows, cols);
-    else if (!all)
-        mask_outside(c, row0 - s.q.shift - col0, INT32_MAX / 2, 1);
+        mask_tokens(c, s, true, rows, cols);
+    else if (!all) {
+        int first = row0 - s.q.shift - col0;
+        mask_outside(c, first, s.window ? first + s.window : INT32_MAX / 2, 1);
+    }
+}
+
+/* Soft-capping of unscaled scores. */
+template <int M, int J>
+static __device__ void cap_scores(float (&c)[M][J][4], const attention_shape &s) {
+    if (!(s.cap > 0)) return;
+    DTK_UNROLL
+    for (int e = 0; e < M * J * 4; e++) {
+        float *x = &c[e / 4 / J][e / 4 % J][e % 4];
+        *x = s.cap * tanhf(*x / s.cap);
+    }
+}
+
+/* Returns the derivative of soft-capping, 1 - (s / cap)^2, from the probability p = 2^(s scale_log2
+   - lse) of the capped score s: to keep all scores would take too many registers. */
+static __device__ float cap_slope(const attention_shape &s, float p, float lse) {
+    if (!(s.cap > 0) || p == 0) return 1;
+    float t = (log2f(p) + lse) / (s.scale_log2 * s.cap);
+    return 1 - t * t;
 }
 
 /* ---- products of a warp ---- */
@@ -4908,6 +4945,13 @@ static __device__ void wait_products(float (&c)[M][J][4]) {
         DTK_UNROLL
         for (int e = 0; e < M * J * 4; e++) wgmma_fence_operand(c[e / 4 / J][e / 4 % J][e % 4]);
     }
+}
+
+/* Waits for the scores c like wait_products, and soft-caps them. */
+template <class F, int LEFT, int M, int J>
+static __device__ void wait_scores(float (&c)[M][J][4], const attention_shape &s) {
+    wait_products<F, LEFT>(c);
+    cap_scores(c, s);
 }
 
 /* ---- tile loads and stores ---- */
@@ -5149,7 +5193,7 @@ attention_kernel(dt_attention_args a, attention_shape s) {
             if (row0 + uniform_row >= s.q.length || col0 >= s.k.length || fully_masked(s, q, k))
                 continue;
             tile_scores<F, D, F::ROWS, F::COLS>(c, qs, warp_row, ks + stage * SIZE, part, s.dim);
-            wait_products<F, 0>(c);
+            wait_scores<F, 0>(c, s);
             mask_keys(c, s, row0 + warp_row, col0, fully_visible(s, q, k), rows + warp_row,
                 cols[stage] + part);
             online_softmax_step(c, row_max, sum, factor, s.scale_log2);
@@ -5223,7 +5267,7 @@ attention_wgmma_kernel(dt_attention_args a, attention_shape s) {
             tile_scores<F, D, F::ROWS, F::COLS>(c, qs, uniform_row, ks + stage * SIZE, 0, s.dim);
             wgmma_accumulate<F::COLS>(out, u, vs + stage * SIZE);
             if constexpr (PLAIN) fetch(next, i, stage ^ 1);
-            wait_products<F, 1>(c);
+            wait_scores<F, 1>(c, s);
             online_softmax_step(c, row_max, sum, factor, s.scale_log2);
             order_after(sum[0] + sum[1]);
             wait_products<F, 0>(out);
@@ -5235,7 +5279,7 @@ attention_wgmma_kernel(dt_attention_args a, attention_shape s) {
             if (visible) {
                 tile_scores<F, D, F::ROWS, F::COLS>(
                     c, qs, uniform_row, ks + stage * SIZE, 0, s.dim);
-                wait_products<F, 0>(c);
+                wait_scores<F, 0>(c, s);
                 mask_keys(c, s, row0 + warp_row, col0, fully_visible(s, q, k), rows + warp_row,
                     cols[stage]);
                 online_softmax_step(c, row_max, sum, factor, s.scale_log2);
@@ -5316,13 +5360,15 @@ static __device__ void exponentials(float (&c)[M][J][4], float scale_log2, F lse
     }
 }
 
-/* Replaces each probability p by ds = p (dp - delta). */
-template <int M, int J, class F>
-static __device__ void score_gradients(
-    float (&c)[M][J][4], const float (&dp)[M][J][4], F delta_of_element) {
+/* Replaces each probability p by ds = p (dp - delta), times the derivative of soft-capping. */
+template <int M, int J, class L, class F>
+static __device__ void score_gradients(float (&c)[M][J][4], const float (&dp)[M][J][4],
+    const attention_shape &s, L lse_of, F delta_of_element) {
     DTK_UNROLL
-    for (int e = 0; e < M * J * 4; e++)
-        c[e / 4 / J][e / 4 % J][e % 4] *= dp[e / 4 / J][e / 4 % J][e % 4] - delta_of_element(e);
+    for (int e = 0; e < M * J * 4; e++) {
+        float *p = &c[e / 4 / J][e / 4 % J][e % 4];
+        *p *= (dp[e / 4 / J][e / 4 % J][e % 4] - delta_of_element(e)) * cap_slope(s, *p, lse_of(e));
+    }
 }
 
 /* Flash attention, backward of the queries: computes dq = scale ds k, where
@@ -5377,12 +5423,14 @@ attention_back_q_kernel(dt_attention_back_args a, attention_shape s, const float
             tile_scores<F, D, F::ROWS, F::COLS>(c, qs, product_row, kt, part, s.dim);
             tile_scores<F, D, F::ROWS, F::COLS>(dp, ds, product_row, vt, part, s.dim);
             if (PLAIN && next >= 0) fetch(next, stage ^ 1);
-            wait_products<F, 1>(c);
+            wait_scores<F, 1>(c, s);
             mask_keys(c, s, row0 + warp_row, col0, fully_visible(s, q, k), rows + warp_row,
                 cols[stage] + part);
             exponentials(c, s.scale_log2, [&](int e) { return lse[e / 4 / J * 2 + e % 4 / 2]; });
             wait_products<F, 0>(dp);
-            score_gradients(c, dp, [&](int e) { return row_delta[e / 4 / J * 2 + e % 4 / 2]; });
+            score_gradients(
+                c, dp, s, [&](int e) { return lse[e / 4 / J * 2 + e % 4 / 2]; },
+                [&](int e) { return row_delta[e / 4 / J * 2 + e % 4 / 2]; });
             tile_accumulate<F, D, F::COLS>(dq, c, kt, part, s.dim);
             wait_products<F, 0>(dq);
         }
@@ -5473,7 +5521,7 @@ attention_back_kv_kernel(dt_attention_back_args a, attention_shape s, const floa
             if (F::USES_WGMMA && GRADS != 2)
                 tile_scores<F, D, F::ROWS, F::COLS>(dp, vs, product_row, dt, part, s.dim);
             if (PLAIN && next.head < s.group) fetch(next, stage ^ 1);
-            wait_products<F, GRADS == 2 ? 0 : 1>(c);
+            wait_scores<F, GRADS == 2 ? 0 : 1>(c, s);
             mask_queries(c, s, row0 + warp_row, col0, fully_visible(s, q, k), rows + warp_row,
                 cols[stage] + part);
             DTK_UNROLL
@@ -5487,10 +5535,9 @@ attention_back_kv_kernel(dt_attention_back_args a, attention_shape s, const floa
             if (!F::USES_WGMMA)
                 tile_scores<F, D, F::ROWS, F::COLS>(dp, vs, product_row, dt, part, s.dim);
             wait_products<F, GRADS / 2>(dp);
-            DTK_UNROLL
-            for (int e = 0; e < M * J * 4; e++)
-                c[e / 4 / J][e / 4 % J][e % 4] *=
-                    dp[e / 4 / J][e / 4 % J][e % 4] - row_delta[stage][part + column_of<J>(e)];
+            score_gradients(
+                c, dp, s, [&](int e) { return lse[stage][part + column_of<J>(e)]; },
+                [&](int e) { return row_delta[stage][part + column_of<J>(e)]; });
             tile_accumulate<F, D, F::COLS>(dk, c, qt, part, s.dim);
             wait_products<F, 0>(dk);
             if (GRADS & 2) wait_products<F, 0>(dv);
@@ -5543,6 +5590,8 @@ static dt_status make_attention_shape(attention_shape *out, const args &a, size_
     x.q_row = (int)row;
     x.k_row = (int)(a.kv_heads * a.dim);
     x.first_sequence = x.first_kv = 0;
+    x.window = !s.causal ? 0 : s.window < INT32_MAX / 2 ? s.window : INT32_MAX / 2;
+    x.cap = (float)(a.soft_cap / a.scale);
     x.scale = (float)a.scale;
     x.scale_log2 = (float)(a.scale * DTK_LOG2_E);
     x.aligned = (aligned | (size_t)a.dim * (a.dtype == DT_F32 ? 4 : 2)) % 16 == 0;

@@ -365,6 +365,11 @@ DT_API dt_cp *dt_cp_make(dt_ctx *ctx, dt_comm *comm, dt_cp_desc desc);
    ranks. q (B,T/c,H,D), k (B,T/c,K,D) and v (B,T/c,K,D) belong to this rank's tokens. Returns
    (B,T/c,H,D). */
 DT_API dt_tensor *dt_cp_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_cp *cp);
+/* dt_cp_attention with a sliding window, soft-capping or another scale: window, soft_cap and scale
+   of `desc`, whose other fields must be zero. So layers with and without a window share one cp.
+   Ring attention skips pairs of chunks that no window joins, but still passes all keys around. */
+DT_API dt_tensor *dt_cp_attention_at(
+    dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_cp *cp, dt_attn_desc desc);
 /* [local] Copies this rank's tokens of `full` to `local` (B,T/c). `full` (B,T) lists the tokens of
    each sequence in order. Both arrays are in host memory. */
 DT_API void dt_cp_shard(
@@ -981,6 +986,7 @@ DT_API dt_status dt_dry_begin(dt_ctx *ctx, dt_dry *dry);
 #define dt_vocab_linear_cross_entropy(x, ...) \
     dt_vocab_linear_cross_entropy(dt_tensor_here(x, DT_SITE), __VA_ARGS__)
 #define dt_cp_attention(x, ...) dt_cp_attention(dt_tensor_here(x, DT_SITE), __VA_ARGS__)
+#define dt_cp_attention_at(x, ...) dt_cp_attention_at(dt_tensor_here(x, DT_SITE), __VA_ARGS__)
 #define dt_route(x, ...) dt_route(dt_tensor_here(x, DT_SITE), __VA_ARGS__)
 #define dt_route_update_bias(bias, ...) \
     dt_route_update_bias(dt_tensor_here(bias, DT_SITE), __VA_ARGS__)
@@ -1935,10 +1941,10 @@ dt_cp *dt_cp_make(dt_ctx *ctx, dt_comm *comm, dt_cp_desc d) {
 /* ---- ring attention ---- */
 
 /* Sets *mask for a chunk of queries and a chunk of keys of a sequence. Returns 0 if no query
-   attends to a key. A mask of positions and documents is slower than none and than the causal mask
-   of consecutive tokens, so it is used only where it is needed. */
-static int dt__ring_mask(
-    const dt_cp *cp, int64_t sequence, int64_t query, int64_t key, dt_attention_mask *mask) {
+   attends to a key. window: see dt_attn_desc. A mask of positions and documents is slower than none
+   and than the causal mask of consecutive tokens, so it is used only where it is needed. */
+static int dt__ring_mask(const dt_cp *cp, int window, int64_t sequence, int64_t query, int64_t key,
+    dt_attention_mask *mask) {
     const dt__chunk_range *ranges =
         cp->ranges + sequence * dt_comm_size(cp->comm) * cp->chunks_per_rank;
     const dt__chunk_range *q = &ranges[query], *k = &ranges[key];
@@ -1946,10 +1952,14 @@ static int dt__ring_mask(
                         q->document.min == k->document.min;
     memset(mask, 0, sizeof *mask);
     if (q->document.max < k->document.min || k->document.max < q->document.min ||
-        (!cp->desc.full && q->position.max < k->position.min))
+        (!cp->desc.full && q->position.max < k->position.min) ||
+        (window && (int64_t)q->position.min - k->position.max >= window))
         return 0;
-    if (same_document && (cp->desc.full || q->position.min >= k->position.max)) return 1;
+    int in_window = !window || (int64_t)q->position.max - k->position.min < window;
+    if (same_document && (cp->desc.full || (q->position.min >= k->position.max && in_window)))
+        return 1;
     mask->causal = !cp->desc.full;
+    mask->window = window;
     if (same_document && query == key && q->contiguous) return 1;
     const int32_t *positions = (const int32_t *)cp->positions->data + sequence * cp->desc.tokens;
     mask->q_position = positions + query * cp->chunk_tokens;
@@ -1967,6 +1977,8 @@ typedef struct dt__ring {
     const dt_cp *cp;
     dt_dtype dtype;
     int64_t H, K, D;
+    double scale, soft_cap;
+    int window;
     const char *q, *out, *dout;
     /* result is the output in the forward and dq in the backward; result, dk and dv have the
        accumulation type */
@@ -1990,13 +2002,12 @@ static dt_status dt__ring_step(
         int64_t s = i / (n * n), qp = i / n % n, kp = i % n;
         int64_t query = dt_comm_rank(cp->comm) * n + qp, key = (int64_t)from * n + kp;
         dt_attention_mask mask;
-        if (!dt__ring_mask(cp, s, query, key, &mask)) continue;
+        if (!dt__ring_mask(cp, r->window, s, query, key, &mask)) continue;
         size_t q_token = (size_t)((s * n + qp) * cp->chunk_tokens),
                k_token = (size_t)((s * n + kp) * cp->chunk_tokens);
         size_t q_at = q_token * (size_t)(r->H * r->D), k_at = k_token * (size_t)(r->K * r->D);
         char *lse = r->lse + q_token * (size_t)r->H * wide;
         const char *q = r->q + q_at * size, *k = kv[0] + k_at * size, *v = kv[1] + k_at * size;
-        double scale = 1.0 / sqrt((double)r->D);
         if (!r->dout) {
             dt_attention_args a = { .dtype = r->dtype,
                 .out = r->result + q_at * wide,
@@ -2010,12 +2021,13 @@ static dt_status dt__ring_step(
                 .heads = r->H,
                 .kv_heads = r->K,
                 .dim = r->D,
-                .scale = scale,
+                .scale = r->scale,
                 .mask = mask,
                 .merge_lse = 1,
                 .wide = 1,
                 .work = r->work,
-                .work_bytes = r->work_bytes };
+                .work_bytes = r->work_bytes,
+                .soft_cap = r->soft_cap };
             if (DT__KERNEL(ctx, op, attention, &a) != DT_OK) return dt_error(ctx);
         } else {
             dt_attention_back_args a = { .dtype = r->dtype,
@@ -2034,14 +2046,15 @@ static dt_status dt__ring_step(
                 .heads = r->H,
                 .kv_heads = r->K,
                 .dim = r->D,
-                .scale = scale,
+                .scale = r->scale,
                 .mask = mask,
                 .accumulate_q = 1,
                 .accumulate_k = 1,
                 .accumulate_v = 1,
                 .wide = 1,
                 .work = r->work,
-                .work_bytes = r->work_bytes };
+                .work_bytes = r->work_bytes,
+                .soft_cap = r->soft_cap };
             if (DT__KERNEL(ctx, op, attention_back, &a) != DT_OK) return dt_error(ctx);
         }
     }
@@ -2076,12 +2089,16 @@ static int dt__ring_buffers(dt_ctx *ctx, size_t bytes, int n, char **arrays) {
     return all != NULL;
 }
 
-static dt__ring dt__ring_make(const dt_cp *cp, const dt_tensor *q, const dt_tensor *keys) {
+static dt__ring dt__ring_make(
+    const dt_cp *cp, const dt_tensor *q, const dt_tensor *keys, dt_attn_desc desc) {
     dt__ring r = { .cp = cp,
         .dtype = q->dtype,
         .H = q->shape.d[2],
         .K = keys->shape.d[2],
         .D = q->shape.d[3],
+        .scale = dt__attention_scale(q, desc.scale),
+        .soft_cap = desc.soft_cap,
+        .window = desc.window,
         .q = (const char *)q->data };
     r.work_bytes = dt__scratch_bytes(cp->ctx, dt_attention_work(cp->chunk_tokens, r.D, r.dtype));
     r.work = dt_scratch(cp->ctx, r.work_bytes);
@@ -2132,6 +2149,7 @@ static dt_status dt__ring_run(
 typedef struct dt__ring_saved {
     dt_cp *cp;
     dt_tensor *lse;
+    dt_attn_desc desc;
 } dt__ring_saved;
 
 /* Converts n numbers: out (+)= in. */
@@ -2173,7 +2191,7 @@ static dt_status dt__ring_back(dt_node *n) {
         sum[i] = dt__ring_wide(n->in[i], grad[i]);
         if (sum[i] && (sum[i] != grad[i] || !accumulate[i])) dt__fill(ctx, wide, sum[i], count, 0);
     }
-    dt__ring r = dt__ring_make(saved->cp, n->in[0], n->in[1]);
+    dt__ring r = dt__ring_make(saved->cp, n->in[0], n->in[1], saved->desc);
     char *out = dt__ring_wide(y, y->data);
     if (out && out != y->data)
         dt__cp_cast(ctx, wide, out, y->dtype, y->data, (size_t)dt_count(y->shape), 0);
@@ -2188,7 +2206,7 @@ static dt_status dt__ring_back(dt_node *n) {
 }
 
 static dt_tensor *dt__cp_ring_attention(
-    dt_tensor *q, dt_tensor *keys, dt_tensor *values, dt_cp *cp) {
+    dt_tensor *q, dt_tensor *keys, dt_tensor *values, dt_cp *cp, dt_attn_desc desc) {
     const char *op = "dt_cp_attention";
     dt_ctx *ctx = q->ctx;
     dt_dtype wide = dt__wide(q->dtype, 1);
@@ -2198,14 +2216,14 @@ static dt_tensor *dt__cp_ring_attention(
     if (!lse || !dt__propagate(op, y, DT__RULE_RING, q, keys, values) ||
         !dt__placement_set(y, y, (const dt_group *)cp->comm, DT_SHARD(1)))
         return NULL;
-    dt__ring r = dt__ring_make(cp, q, keys);
+    dt__ring r = dt__ring_make(cp, q, keys, desc);
     r.lse = (char *)lse->data;
     r.result = dt__ring_wide(y, y->data);
     if (r.result && dt__fill(ctx, wide, r.result, (size_t)dt_count(y->shape), 0) == DT_OK &&
         dt__fill(ctx, wide, r.lse, (size_t)dt_count(per_part), -INFINITY) == DT_OK)
         dt__ring_run(&r, keys, values, NULL, NULL);
     dt__ring_narrow(y, y->data, r.result, 0);
-    dt__ring_saved saved = { cp, lse };
+    dt__ring_saved saved = { cp, lse, desc };
     return dt__record_with(
         y, dt__make_record(op, q, keys, values, dt__ring_back, sizeof saved), &saved);
 }
@@ -2215,14 +2233,14 @@ static dt_tensor *dt__cp_ring_attention(
 /* All-gather context parallelism: attention of this rank's queries over the gathered keys and
    values. */
 static dt_tensor *dt__cp_allgather_attention(
-    dt_tensor *q, dt_tensor *keys, dt_tensor *values, dt_cp *cp) {
+    dt_tensor *q, dt_tensor *keys, dt_tensor *values, dt_cp *cp, dt_attn_desc d) {
     keys = dt_redistribute(keys, cp->comm, DT_SHARD(1), DT_COPY);
     values = dt_redistribute(values, cp->comm, DT_SHARD(1), DT_COPY);
-    dt_attn_desc d = { .full = cp->desc.full,
-        .positions = cp->local[0],
-        .key_positions = cp->positions,
-        .documents = cp->local[1],
-        .key_documents = cp->documents };
+    d.full = cp->desc.full;
+    d.positions = cp->local[0];
+    d.key_positions = cp->positions;
+    d.documents = cp->local[1];
+    d.key_documents = cp->documents;
     return dt_attention(q, keys, values, d);
 }
 
@@ -2244,7 +2262,7 @@ static dt_tensor *dt__repeat_heads(dt_tensor *x, int64_t n) {
    computes the attention of some heads over all tokens. Another all-to-all turns the result back
    into (B,T/c,H,D). */
 static dt_tensor *dt__cp_ulysses_attention(
-    dt_tensor *q, dt_tensor *keys, dt_tensor *values, dt_cp *cp) {
+    dt_tensor *q, dt_tensor *keys, dt_tensor *values, dt_cp *cp, dt_attn_desc d) {
     int c = dt_comm_size(cp->comm);
     if (keys->shape.d[2] < c) {
         keys = dt__repeat_heads(keys, c);
@@ -2253,19 +2271,32 @@ static dt_tensor *dt__cp_ulysses_attention(
     q = dt_redistribute(q, cp->comm, DT_SHARD(1), DT_SHARD(2));
     keys = dt_redistribute(keys, cp->comm, DT_SHARD(1), DT_SHARD(2));
     values = dt_redistribute(values, cp->comm, DT_SHARD(1), DT_SHARD(2));
-    dt_attn_desc d = { .full = cp->desc.full,
-        .positions = cp->explicit_positions ? cp->positions : NULL,
-        .documents = cp->documents };
+    d.full = cp->desc.full;
+    d.positions = cp->explicit_positions ? cp->positions : NULL;
+    d.documents = cp->documents;
     dt_tensor *y = dt_attention(q, keys, values, d);
     return y ? dt_redistribute(y, cp->comm, DT_SHARD(2), DT_SHARD(1)) : NULL;
 }
 
-static dt_tensor *dt__cp_attention(dt_tensor *q, dt_tensor *keys, dt_tensor *values, dt_cp *cp) {
+/* Reports fields of the descriptor that dt_cp_attention_at takes from cp. */
+static int dt__cp_desc_fits(const dt_tensor *q, const dt_cp *cp, dt_attn_desc d) {
+    if (d.kv_heads || d.full || d.positions || d.key_positions || d.documents || d.key_documents ||
+        d.lse)
+        dt_fail(q->ctx, DT_ERR_ARG,
+            "dt_cp_attention(%s): only window, soft_cap and scale may be set; the mask is that of "
+            "dt_cp_make",
+            q->name);
+    return q->ctx->status == DT_OK && dt__attention_options_fit(q, cp->desc.full, d);
+}
+
+static dt_tensor *dt__cp_attention_at(
+    dt_tensor *q, dt_tensor *keys, dt_tensor *values, dt_cp *cp, dt_attn_desc desc) {
     const char *op = "dt_cp_attention";
     dt_ctx *ctx = dt__float_op_context(op, 3, q, keys, values);
     char why[300];
     if (ctx && !cp) dt_fail(ctx, DT_ERR_ARG, "%s(%s): cp is NULL", op, q->name);
     if (!ctx || !cp || !dt__attention_fits(q, keys, values, 0)) return NULL;
+    if (!dt__cp_desc_fits(q, cp, desc)) return NULL;
     int c = dt_comm_size(cp->comm);
     if (q->shape.d[0] != cp->desc.batch || q->shape.d[1] * c != cp->desc.tokens ||
         keys->shape.d[1] != q->shape.d[1]) {
@@ -2286,9 +2317,16 @@ static dt_tensor *dt__cp_attention(dt_tensor *q, dt_tensor *keys, dt_tensor *val
         if (!dt__placement_expect(op, in[i], (const dt_group *)cp->comm, DT_SHARD(1),
                 "each rank passes its own tokens"))
             return NULL;
-    if (cp->desc.kind == DT_CP_ALLGATHER) return dt__cp_allgather_attention(q, keys, values, cp);
-    if (cp->desc.kind == DT_CP_ULYSSES) return dt__cp_ulysses_attention(q, keys, values, cp);
-    return dt__cp_ring_attention(q, keys, values, cp);
+    if (cp->desc.kind == DT_CP_ALLGATHER)
+        return dt__cp_allgather_attention(q, keys, values, cp, desc);
+    if (cp->desc.kind == DT_CP_ULYSSES) return dt__cp_ulysses_attention(q, keys, values, cp, desc);
+    return dt__cp_ring_attention(q, keys, values, cp, desc);
+}
+
+static dt_tensor *dt__cp_attention(dt_tensor *q, dt_tensor *keys, dt_tensor *values, dt_cp *cp) {
+    dt_attn_desc none;
+    memset(&none, 0, sizeof none);
+    return dt__cp_attention_at(q, keys, values, cp, none);
 }
 
 // ==== 15. Expert parallelism: the router ========================================================
@@ -2976,6 +3014,9 @@ DT__DEFINE_AT_SITE(dt_tensor *, vocab_linear_cross_entropy, x ? x->ctx : NULL,
     x, w, labels, denominator, desc, comm, outside)
 DT__DEFINE_AT_SITE(dt_tensor *, cp_attention, q ? q->ctx : NULL,
     (dt_tensor * q, dt_tensor *keys, dt_tensor *values, dt_cp *cp), q, keys, values, cp)
+DT__DEFINE_AT_SITE(dt_tensor *, cp_attention_at, q ? q->ctx : NULL,
+    (dt_tensor * q, dt_tensor *keys, dt_tensor *values, dt_cp *cp, dt_attn_desc desc), q, keys,
+    values, cp, desc)
 DT__DEFINE_AT_SITE(
     dt_tensor *, dispatch, x ? x->ctx : NULL, (dt_tensor * x, dt_routing *r, dt_comm *ep), x, r, ep)
 DT__DEFINE_AT_SITE(

@@ -97,7 +97,8 @@
     21. Ops: products of activations, cumulative sums, convolution (batched matmul, im2col,
         pooling, group normalization)
     22. Ops: rows by index (embedding, gather, scatter, one-hot, embedding bag)
-    23. Ops: rotary embedding, dropout, attention, losses
+    23. Ops: rotary embedding, dropout, attention, losses (RoPE scaling, YaRN,
+        sliding-window attention, soft-capping)
     24. JSON
     25. Reading and writing files (atomic commit: write, fsync, rename, fsync)
     26. Weight files: formats and reading (safetensors, llm.c)
@@ -518,7 +519,7 @@ typedef struct dt_softmax_back_args {
     size_t work_bytes;
 } dt_softmax_back_args;
 
-/* For each row of `cols` elements: out = (in - mean) * rstd * gain + bias. */
+/* For each row of `cols` elements: out = (in - mean) * rstd * (gain + gain_offset) + bias. */
 typedef struct dt_norm_args {
     dt_dtype dtype;
     /* mean and rstd have shape (rows), f32 or f64, and are saved for the backward */
@@ -530,6 +531,7 @@ typedef struct dt_norm_args {
     int rms;
     void *work;
     size_t work_bytes; /* at least dt_row_work(cols, dtype) */
+    double gain_offset;
 } dt_norm_args;
 
 /* Backward of norm. Each of dx, dgain and dbias may be NULL. Rows are added in ascending order. */
@@ -544,10 +546,32 @@ typedef struct dt_norm_back_args {
        parallel */
     void *work;
     size_t work_bytes;
+    double gain_offset;
 } dt_norm_back_args;
 
-/* Rotary embedding: rotates pair i of each head of each token by the angle position *
-   theta^(-2i/rotary), where `position` is the token's position. */
+/* RoPE scaling: for sequences longer than those of the pre-training, of `original` tokens, the
+   rates at which the pairs rotate become smaller. Let w = 2 pi theta^(2i/rotary) be the number of
+   tokens in which pair i turns once.
+
+       LINEAR  all rates are divided by `factor`, arXiv:2306.15595
+       LLAMA3  rates of pairs with w > original / low are divided by `factor`, those with
+               w < original / high stay; between these bounds the rates are interpolated
+       YARN    the same with bounds on i instead of on the rate, arXiv:2309.00071: pairs that turn
+               more than `high` times in `original` tokens stay, pairs that turn less than `low`
+               times are divided. Also multiplies sines and cosines by `attention`, so the scores
+               are multiplied by its square */
+enum { DT_ROPE_UNSCALED = 0, DT_ROPE_LINEAR, DT_ROPE_LLAMA3, DT_ROPE_YARN };
+typedef struct dt_rope_scaling {
+    int kind;         /* DT_ROPE_* */
+    double factor;    /* at least 1 */
+    double original;  /* for LLAMA3 and YARN */
+    double low, high; /* 0 < low < high; 0 means 1 and 4 for LLAMA3, 1 and 32 for YARN */
+    double attention; /* 0 means 0.1 ln(factor) + 1 */
+    int exact_bounds; /* 1: YaRN's bounds on i are not rounded outwards to integers */
+} dt_rope_scaling;
+
+/* Rotary embedding: rotates pair i of each head of each token by the angle position * rate, where
+   `position` is the token's position and the rate is dt_rope_rate. */
 typedef struct dt_rope_args {
     dt_dtype dtype;
     void *out;
@@ -560,6 +584,7 @@ typedef struct dt_rope_args {
     /* 1: pair i is elements 2i and 2i + 1; 0: pair i is elements i and i + rotary/2 */
     int interleaved;
     int inverse, accumulate; /* inverse 1: rotate by the negative angle, as the backward does */
+    dt_rope_scaling scaling; /* with all defaults filled in */
 } dt_rope_args;
 
 /* out[r,c] (+)= in[r,c] / (1 - p), or 0 if the element is dropped. Whether it is dropped is decided
@@ -653,11 +678,17 @@ typedef struct dt_matmul_args {
    and lse (B,H,TQ) in f32 or f64. H is a multiple of K (grouped-query attention). A causal query
    attends to the keys whose position is not after the query's. By default key j has position j and
    query i has position i + TK - TQ. With document numbers (B,TQ) and (B,TK), a query attends only
-   to keys of its own document. A query without keys gets out 0 and lse -infinity. */
+   to keys of its own document. A query without keys gets out 0 and lse -infinity.
+
+   Sliding-window attention: if mask.window > 0, a causal query attends only to the last `window`
+   keys up to its own, itself included. Tiles of keys outside the window are skipped, so the work is
+   linear in T window. Soft-capping (Gemma 2): if soft_cap > 0, a score s becomes
+   soft_cap tanh(s / soft_cap) before the mask and the softmax. */
 typedef struct dt_attention_mask { /* attention mask: says which keys a query attends to */
     int causal;
     /* positions and document numbers of queries (B,TQ) and keys (B,TK); each may be NULL */
     const int32_t *q_position, *k_position, *q_document, *k_document;
+    int window; /* 0: no window; only with causal */
 } dt_attention_mask;
 
 typedef struct dt_attention_args {
@@ -673,6 +704,7 @@ typedef struct dt_attention_args {
     int wide;
     void *work;
     size_t work_bytes; /* dt_attention_work(0, dim, dtype); if work is NULL, naive attention */
+    double soft_cap;   /* 0: none */
 } dt_attention_args;
 
 /* Backward of attention. Recomputes the scores from lse. k and v may be one block of the keys: if
@@ -689,6 +721,7 @@ typedef struct dt_attention_back_args {
     int wide; /* applies to dq, dk, dv and out, but not to dout */
     void *work;
     size_t work_bytes; /* dt_attention_work(tk, dim, dtype); if work is NULL, naive attention */
+    double soft_cap;
 } dt_attention_back_args;
 
 /* *loss = (sum over the rows with label >= 0 of lse - x[label]) / denominator, where x is the row
@@ -945,6 +978,9 @@ DT_API const dt_kernels *dt_kernels_cpu(void);
 DT_API size_t dt_matmul_work(int64_t n, int64_t k, dt_dtype dtype);
 DT_API size_t dt_row_work(int64_t cols, dt_dtype dtype);
 DT_API size_t dt_attention_work(int64_t tk, int64_t dim, dt_dtype dtype);
+/* Returns the rate of pair i in radians per token: theta^(-2i/rotary), with RoPE scaling. For
+   kernels of the table; a->scaling must have its defaults filled in. */
+DT_API double dt_rope_rate(const dt_rope_args *a, size_t i);
 
 /* CUDA. dt_kernels.cu defines the functions below, and a program uses CUDA if it is linked with the
    object of dt_kernels.cu. They are weak references: without that object their addresses are NULL,
@@ -1642,9 +1678,16 @@ DT_API dt_tensor *dt_embedding(dt_tensor *table, dt_tensor *ids);
 
 /* Layer normalization of x (..,C), gain (C) and bias (C); eps 0 means 1e-5. arXiv:1607.06450. */
 DT_API dt_tensor *dt_layernorm(dt_tensor *x, dt_tensor *gain, dt_tensor *bias, double eps);
-/* RMSNorm of x (..,C) with gain (C): x / sqrt(mean(x^2) + eps) * gain; eps 0 means 1e-5.
-   arXiv:1910.07467. */
+/* RMSNorm, also QK-norm, of x (..,C) with gain (C): x / sqrt(mean(x^2) + eps) * gain; eps 0 means
+   1e-5. arXiv:1910.07467. QK-norm is the RMSNorm of q and of k, (B,T,H,D) with a gain (D), before
+   dt_rope; over tp, whose ranks have different heads, the gain's gradient is partial. */
 DT_API dt_tensor *dt_rmsnorm(dt_tensor *x, dt_tensor *gain, double eps);
+typedef struct dt_rmsnorm_desc {
+    double eps;         /* 0 means 1e-5 */
+    double gain_offset; /* added to the gain before it is rounded: Gemma's norms store gain - 1 */
+} dt_rmsnorm_desc;
+/* dt_rmsnorm with further options. */
+DT_API dt_tensor *dt_rmsnorm_at(dt_tensor *x, dt_tensor *gain, dt_rmsnorm_desc desc);
 /* x (..,C): e^x / sum of e^x, over the last dimension. */
 DT_API dt_tensor *dt_softmax(dt_tensor *x);
 /* x (..,C): ln of dt_softmax, finite where dt_softmax rounds to 0, for policy gradients and for the
@@ -1679,6 +1722,8 @@ DT_API dt_tensor *dt_affine(dt_tensor *x, double scale, double shift);
 /* x (..,2,F) -> (..,F): silu(gate) * up, where gate is x[..,0,:] and up is x[..,1,:].
    arXiv:2002.05202. */
 DT_API dt_tensor *dt_swiglu(dt_tensor *x);
+/* dt_swiglu with gelu (the tanh form) instead of silu: GeGLU. */
+DT_API dt_tensor *dt_geglu(dt_tensor *x);
 
 /* a + b, a - b, a * b, a / b, element by element, with broadcasting: shapes are aligned at their
    ends, and a dimension that is 1 or missing repeats. Mixed types: a scalar without dimensions is
@@ -1778,9 +1823,11 @@ typedef struct dt_rope_desc {
     int rotary;   /* how many of a head's D elements are rotated; 0 means all */
     /* 1: pair i is elements 2i and 2i + 1, as Meta stores weights; 0: i and i + rotary/2 */
     int interleaved;
+    dt_rope_scaling scaling; /* RoPE scaling: LINEAR, LLAMA3, YARN; zeros mean none */
 } dt_rope_desc;
 /* Rotary embedding. x (B,T,H,D), positions (B,T) i32: rotates pair i of each head by the angle
-   position * theta^(-2i/rotary). arXiv:2104.09864. */
+   position * theta^(-2i/rotary). arXiv:2104.09864. A scaling with an unknown kind or with numbers
+   out of range fails with DT_ERR_ARG. */
 DT_API dt_tensor *dt_rope(dt_tensor *x, dt_tensor *positions, dt_rope_desc desc);
 
 /* Dropout of x (..,C): zeroes each element with probability p and divides the others by 1 - p.
@@ -1802,10 +1849,15 @@ typedef struct dt_attn_desc {
        TQ = TK and key_documents is NULL, the keys have the queries' document numbers. */
     dt_tensor *documents, *key_documents;
     dt_tensor **lse; /* if not NULL, receives the log-sum-exp (B,H,TQ) */
+    /* Sliding-window attention, arXiv:2004.05150: a query at position i attends to the keys at
+       positions i - window + 1 .. i; 0 means no window. Only for causal attention */
+    int window;
+    double soft_cap; /* soft-capping: a score s becomes soft_cap tanh(s / soft_cap); 0 means none */
+    double scale;    /* factor of the scores; 0 means 1/sqrt(D) */
 } dt_attn_desc;
 /* Flash attention, with grouped-query attention. q (B,TQ,H,D), k and v (B,TK,K,D), where H is a
-   multiple of K -> (B,TQ,H,D). The scores are scaled by 1/sqrt(D). A causal query attends to the
-   keys of its own document whose position is not after the query's. No TQ x TK matrix is stored:
+   multiple of K -> (B,TQ,H,D). A causal query attends to the keys of its own document whose
+   position is not after the query's. No TQ x TK matrix is stored:
    the backward recomputes the scores from lse. arXiv:2205.14135. */
 DT_API dt_tensor *dt_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_attn_desc desc);
 
@@ -2159,6 +2211,9 @@ DT_API void dt_json_close(dt_json_out *out, char bracket);
 DT_API void dt_json_put_string(dt_json_out *out, const char *key, const char *value);
 /* [local] Writes a number; fails with DT_ERR_ARG if value is not finite. */
 DT_API void dt_json_put_number(dt_json_out *out, const char *key, double value);
+/* [local] Writes a number with a decimal point or an exponent, for readers that distinguish floats
+   from integers, as Python's do. */
+DT_API void dt_json_put_float(dt_json_out *out, const char *key, double value);
 DT_API void dt_json_put_int(dt_json_out *out, const char *key, int64_t value);
 DT_API void dt_json_put_bool(dt_json_out *out, const char *key, int value);
 DT_API void dt_json_out_free(dt_json_out *out);
@@ -7107,6 +7162,7 @@ dt_tensor *dt_linear_at(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc
 
 typedef struct dt__norm_saved {
     dt_tensor *mean, *rstd;
+    double gain_offset;
 } dt__norm_saved;
 
 static dt_status dt__norm_back(dt_node *n) {
@@ -7121,7 +7177,8 @@ static dt_status dt__norm_back(dt_node *n) {
         .rstd = saved->rstd->data,
         .rows = dt__row_count(x),
         .cols = dt__last_dim(x),
-        .rms = !saved->mean };
+        .rms = !saved->mean,
+        .gain_offset = saved->gain_offset };
     if (dt_wants(n, 0) && !(a.dx = dt_grad_raw(n, 0, &a.accumulate_x))) return dt_error(ctx);
     if (dt_wants(n, 1) && !(a.dgain = dt__grad_wide(n, 1, &a.accumulate_gain, &a.wide_gain)))
         return dt_error(ctx);
@@ -7134,7 +7191,7 @@ static dt_status dt__norm_back(dt_node *n) {
 
 /* Layer normalization, which has n = 3 inputs, or RMSNorm, which has n = 2 and a bias of NULL. */
 static dt_tensor *dt__norm(
-    const char *op, int n, dt_tensor *x, dt_tensor *gain, dt_tensor *bias, double eps) {
+    const char *op, int n, dt_tensor *x, dt_tensor *gain, dt_tensor *bias, dt_rmsnorm_desc desc) {
     dt_ctx *ctx = dt__float_op_context(op, n, x, gain, bias);
     if (!ctx) return NULL;
     if (x->shape.nd < 1 || (size_t)dt_count(gain->shape) != dt__last_dim(x) ||
@@ -7158,22 +7215,27 @@ static dt_tensor *dt__norm(
         .bias = bias ? bias->data : NULL,
         .rows = dt__row_count(x),
         .cols = dt__last_dim(x),
-        .eps = eps > 0 ? eps : 1e-5,
-        .rms = !bias };
+        .eps = desc.eps > 0 ? desc.eps : 1e-5,
+        .rms = !bias,
+        .gain_offset = desc.gain_offset };
     a.work_bytes = dt_row_work((int64_t)a.cols, x->dtype);
     a.work = dt_scratch(ctx, a.work_bytes);
     if (!a.work || DT__OP(op, gain, norm, &a) != DT_OK) return NULL;
-    dt__norm_saved saved = { mean, rstd };
+    dt__norm_saved saved = { mean, rstd, desc.gain_offset };
     return dt__record_with(
         y, dt__make_record(op, x, gain, bias, dt__norm_back, sizeof saved), &saved);
 }
 
 dt_tensor *dt_layernorm(dt_tensor *x, dt_tensor *gain, dt_tensor *bias, double eps) {
-    return dt__norm("dt_layernorm", 3, x, gain, bias, eps);
+    return dt__norm("dt_layernorm", 3, x, gain, bias, (dt_rmsnorm_desc){ .eps = eps });
+}
+
+dt_tensor *dt_rmsnorm_at(dt_tensor *x, dt_tensor *gain, dt_rmsnorm_desc desc) {
+    return dt__norm("dt_rmsnorm", 2, x, gain, NULL, desc);
 }
 
 dt_tensor *dt_rmsnorm(dt_tensor *x, dt_tensor *gain, double eps) {
-    return dt__norm("dt_rmsnorm", 2, x, gain, NULL, eps);
+    return dt_rmsnorm_at(x, gain, (dt_rmsnorm_desc){ .eps = eps });
 }
 
 static dt_status dt__softmax_back(dt_node *n) {
@@ -7264,10 +7326,10 @@ dt_tensor *dt_affine(dt_tensor *x, double scale, double shift) {
     return dt__unary("dt_affine", x, DT_ACT_AFFINE, scale, shift);
 }
 
-static dt_status dt__swiglu_back(dt_node *n) {
+static dt_status dt__glu_back(dt_node *n) {
     dt_tensor *x = n->in[0];
     dt_glu_back_args a = { .dtype = x->dtype,
-        .act = DT_ACT_SILU,
+        .act = *(const int *)n->saved,
         .dout = n->out->grad,
         .in = x->data,
         .rows = dt__row_count(n->out),
@@ -7276,25 +7338,29 @@ static dt_status dt__swiglu_back(dt_node *n) {
     return a.dx ? DT__KERNEL(x->ctx, n->name, glu_back, &a) : dt_error(x->ctx);
 }
 
-dt_tensor *dt_swiglu(dt_tensor *x) {
-    dt_ctx *ctx = dt__float_op_context("dt_swiglu", 1, x, NULL, NULL);
+/* act: the DT_ACT_* of the gate */
+static dt_tensor *dt__glu(const char *op, dt_tensor *x, int act) {
+    dt_ctx *ctx = dt__float_op_context(op, 1, x, NULL, NULL);
     if (!ctx) return NULL;
     dt_shape shape = x->shape;
     if (shape.nd < 2 || shape.d[shape.nd - 2] != 2)
-        return dt__shape_error("dt_swiglu", x, "gate and up (..,2,F) are needed");
+        return dt__shape_error(op, x, "gate and up (..,2,F) are needed");
     shape.d[shape.nd - 2] = shape.d[shape.nd - 1];
     shape.nd--;
-    dt_tensor *y = dt__new_output(ctx, x, x->dtype, shape, "dt_swiglu", 0);
-    if (!dt__propagate("dt_swiglu", y, DT__RULE_GLU, x, NULL, NULL)) return NULL;
+    dt_tensor *y = dt__new_output(ctx, x, x->dtype, shape, op, 0);
+    if (!dt__propagate(op, y, DT__RULE_GLU, x, NULL, NULL)) return NULL;
     dt_glu_args a = { .dtype = x->dtype,
-        .act = DT_ACT_SILU,
+        .act = act,
         .out = y->data,
         .in = x->data,
         .rows = dt__row_count(y),
         .cols = dt__last_dim(x) };
-    if (DT__OP("dt_swiglu", x, glu, &a) != DT_OK) return NULL;
-    return dt__record_op(y, dt__make_record("dt_swiglu", x, NULL, NULL, dt__swiglu_back, 0));
+    if (DT__OP(op, x, glu, &a) != DT_OK) return NULL;
+    return dt__record_with(y, dt__make_record(op, x, NULL, NULL, dt__glu_back, sizeof act), &act);
 }
+
+dt_tensor *dt_swiglu(dt_tensor *x) { return dt__glu("dt_swiglu", x, DT_ACT_SILU); }
+dt_tensor *dt_geglu(dt_tensor *x) { return dt__glu("dt_geglu", x, DT_ACT_GELU); }
 
 // ==== 20. Ops: arithmetic, sums, shapes =========================================================
 
@@ -8827,6 +8893,62 @@ dt_tensor *dt_embedding_bag(dt_tensor *x, dt_tensor *rows, dt_tensor *weights) {
 
 // ==== 23. Ops: rotary embedding, dropout, attention, losses =====================================
 
+/* YaRN: returns the index of the pair that turns `turns` times in `original` tokens. */
+static double dt__yarn_pair(const dt_rope_args *a, double turns) {
+    return (double)a->rotary * log(a->scaling.original / (turns * 6.283185307179586477)) /
+           (2 * log(a->theta));
+}
+
+double dt_rope_rate(const dt_rope_args *a, size_t i) {
+    if (!a) return 0;
+    const dt_rope_scaling *s = &a->scaling;
+    double rate = pow(a->theta, -2.0 * (double)i / (double)a->rotary), keep = 0;
+    if (s->kind == DT_ROPE_UNSCALED) return rate;
+    if (s->kind == DT_ROPE_LLAMA3)
+        keep = (s->original * rate / 6.283185307179586477 - s->low) / (s->high - s->low);
+    if (s->kind == DT_ROPE_YARN) {
+        double first = dt__yarn_pair(a, s->high), last = dt__yarn_pair(a, s->low);
+        if (!s->exact_bounds) first = floor(first), last = ceil(last);
+        first = first > 0 ? first : 0;
+        last = last < (double)a->rotary - 1 ? last : (double)a->rotary - 1;
+        if (first == last) last += 0.001; /* as in the published code: a step, not 0/0 */
+        keep = 1 - ((double)i - first) / (last - first);
+    }
+    /* the rate is a mixture of the unscaled and the divided rate */
+    keep = keep < 0 ? 0 : keep > 1 ? 1 : keep;
+    return keep * rate + (1 - keep) * (rate / s->factor);
+}
+
+static dt_rope_scaling dt__rope_scaling(dt_rope_scaling s) {
+    if (s.low == 0) s.low = 1;
+    if (s.high == 0) s.high = s.kind == DT_ROPE_YARN ? 32 : 4;
+    if (s.kind != DT_ROPE_YARN)
+        s.attention = 1;
+    else if (s.attention == 0)
+        s.attention = 0.1 * log(s.factor) + 1;
+    return s;
+}
+
+/* Returns 1, or 0 after an error if a number of the scaling is out of range. */
+static int dt__rope_scaling_fits(dt_tensor *x, dt_rope_scaling s) {
+    s = dt__rope_scaling(s);
+    if (s.kind == DT_ROPE_UNSCALED) return 1;
+    if (s.kind < 0 || s.kind > DT_ROPE_YARN)
+        dt_fail(x->ctx, DT_ERR_ARG,
+            "dt_rope(%s): RoPE scaling of kind %d; the kinds are DT_ROPE_UNSCALED to DT_ROPE_YARN",
+            x->name, s.kind);
+    else if (!(s.factor >= 1 && s.factor < HUGE_VAL))
+        dt_fail(x->ctx, DT_ERR_ARG, "dt_rope(%s): RoPE scaling by a factor of %g, below 1", x->name,
+            s.factor);
+    else if (s.kind != DT_ROPE_LINEAR && !(s.original > 0 && s.low > 0 && s.low < s.high &&
+                                             s.high < HUGE_VAL && s.attention > 0))
+        dt_fail(x->ctx, DT_ERR_ARG,
+            "dt_rope(%s): RoPE scaling from %g tokens with bounds %g and %g, attention %g; needed "
+            "are tokens > 0, 0 < low < high and attention > 0",
+            x->name, s.original, s.low, s.high, s.attention);
+    return x->ctx->status == DT_OK;
+}
+
 static dt_rope_args dt__rope_args(const dt_tensor *x, const dt_tensor *positions, dt_rope_desc d) {
     dt_rope_args a = { .dtype = x->dtype,
         .positions = (const int32_t *)positions->data,
@@ -8835,7 +8957,8 @@ static dt_rope_args dt__rope_args(const dt_tensor *x, const dt_tensor *positions
         .dim = (size_t)x->shape.d[3],
         .rotary = d.rotary ? (size_t)d.rotary : (size_t)x->shape.d[3],
         .theta = d.theta > 0 ? d.theta : 10000,
-        .interleaved = d.interleaved };
+        .interleaved = d.interleaved,
+        .scaling = dt__rope_scaling(d.scaling) };
     return a;
 }
 
@@ -8863,6 +8986,7 @@ dt_tensor *dt_rope(dt_tensor *x, dt_tensor *positions, dt_rope_desc desc) {
             x->name, (long long)rotary, (long long)D);
         return NULL;
     }
+    if (!dt__rope_scaling_fits(x, desc.scaling)) return NULL;
     dt_tensor *y = dt__new_output(ctx, x, x->dtype, x->shape, "dt_rope", 0);
     if (!dt__propagate("dt_rope", y, DT__RULE_ROPE, x, positions, NULL)) return NULL;
     dt_rope_args a = dt__rope_args(x, positions, desc);
@@ -8938,13 +9062,17 @@ dt_tensor *dt_dropout(dt_tensor *x, double p, uint64_t key, dt_tensor *tokens) {
 typedef struct dt__attention_saved {
     dt_tensor *lse;
     dt_attention_mask mask;
+    double scale, soft_cap;
 } dt__attention_saved;
 
-/* The fields from q to scale of the arguments of a kernel. */
+static double dt__attention_scale(const dt_tensor *q, double scale) {
+    return scale > 0 ? scale : 1.0 / sqrt((double)q->shape.d[3]);
+}
+
+/* The fields from q to dim of the arguments of a kernel. */
 #define DT__ATTENTION_INPUTS(Q, K, V) \
     .q = Q->data, .k = K->data, .v = V->data, .batch = Q->shape.d[0], .tq = Q->shape.d[1], \
-    .tk = K->shape.d[1], .heads = Q->shape.d[2], .kv_heads = K->shape.d[2], .dim = Q->shape.d[3], \
-    .scale = 1.0 / sqrt((double)Q->shape.d[3])
+    .tk = K->shape.d[1], .heads = Q->shape.d[2], .kv_heads = K->shape.d[2], .dim = Q->shape.d[3]
 
 static dt_status dt__attention_back(dt_node *n) {
     const dt__attention_saved *saved = (const dt__attention_saved *)n->saved;
@@ -8955,7 +9083,9 @@ static dt_status dt__attention_back(dt_node *n) {
         .out = n->out->data,
         .lse = saved->lse->data,
         DT__ATTENTION_INPUTS(q, k, v),
-        .mask = saved->mask };
+        .scale = saved->scale,
+        .mask = saved->mask,
+        .soft_cap = saved->soft_cap };
     if (dt_wants(n, 0) && !(a.dq = dt_grad_raw(n, 0, &a.accumulate_q))) return dt_error(ctx);
     if (dt_wants(n, 1) && !(a.dk = dt_grad_raw(n, 1, &a.accumulate_k))) return dt_error(ctx);
     if (dt_wants(n, 2) && !(a.dv = dt_grad_raw(n, 2, &a.accumulate_v))) return dt_error(ctx);
@@ -8981,6 +9111,19 @@ static int dt__attention_fits(
     return q->ctx->status == DT_OK;
 }
 
+/* Checks the numbers of an attention. Returns 1, or 0 after an error. */
+static int dt__attention_options_fit(const dt_tensor *q, int full, dt_attn_desc d) {
+    if (d.window < 0 || (d.window > 0 && full))
+        dt_fail(q->ctx, DT_ERR_ARG,
+            "dt_attention(%s): a window of %d keys%s; a sliding window needs causal attention and "
+            "has at least 1 key, and 0 means no window",
+            q->name, d.window, full ? " without a causal mask" : "");
+    else if (!(d.soft_cap >= 0 && d.soft_cap < HUGE_VAL && d.scale >= 0 && d.scale < HUGE_VAL))
+        dt_fail(q->ctx, DT_ERR_ARG, "dt_attention(%s): soft_cap %g, scale %g; both are at least 0",
+            q->name, d.soft_cap, d.scale);
+    return q->ctx->status == DT_OK;
+}
+
 /* Returns the data of `ints`, which holds a position or a document number for each token of x
    (B,T,H,D). Returns NULL if `ints` is NULL, which is not an error. Sets *bad to 1 on an error. */
 static const int32_t *dt__token_ints(dt_tensor *x, dt_tensor *ints, int *bad) {
@@ -9000,6 +9143,7 @@ static const int32_t *dt__token_ints(dt_tensor *x, dt_tensor *ints, int *bad) {
 static int dt__mask_make(dt_tensor *q, dt_tensor *k, dt_attn_desc d, dt_attention_mask *s) {
     int bad = 0, same = q->shape.d[1] == k->shape.d[1];
     s->causal = !d.full;
+    s->window = d.window;
     if (same && !d.key_positions) d.key_positions = d.positions;
     if (same && !d.key_documents) d.key_documents = d.documents;
     s->q_position = dt__token_ints(q, d.positions, &bad);
@@ -9016,6 +9160,7 @@ dt_tensor *dt_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_attn_desc d
     dt_attention_mask mask;
     if (!ctx) return NULL;
     if (!dt__attention_fits(q, k, v, desc.kv_heads)) return NULL;
+    if (!dt__attention_options_fit(q, desc.full, desc)) return NULL;
     if (!dt__mask_make(q, k, desc, &mask)) return NULL;
     dt_tensor *y = dt__new_output(ctx, q, q->dtype, q->shape, "dt_attention", 0);
     dt_shape lse_shape = DT_SHAPE(q->shape.d[0], q->shape.d[2], q->shape.d[1]);
@@ -9027,12 +9172,14 @@ dt_tensor *dt_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_attn_desc d
         .out = y->data,
         .lse = lse->data,
         DT__ATTENTION_INPUTS(q, k, v),
-        .mask = mask };
+        .scale = dt__attention_scale(q, desc.scale),
+        .mask = mask,
+        .soft_cap = desc.soft_cap };
     a.work_bytes = dt__scratch_bytes(ctx, dt_attention_work(0, a.dim, q->dtype));
     a.work = dt_scratch(ctx, a.work_bytes);
     if (!a.work || DT__OP("dt_attention", q, attention, &a) != DT_OK) return NULL;
     if (desc.lse) *desc.lse = lse;
-    dt__attention_saved saved = { lse, mask };
+    dt__attention_saved saved = { lse, mask, a.scale, a.soft_cap };
     return dt__record_with(
         y, dt__make_record("dt_attention", q, k, v, dt__attention_back, sizeof saved), &saved);
 }
@@ -9997,12 +10144,13 @@ void dt_json_put_string(dt_json_out *o, const char *key, const char *value) {
 
 /* Writes 15, 16 or 17 significant digits, the fewest that parse back to the same value, with '.'
    instead of the locale's decimal point, which may have several bytes. */
-void dt_json_put_number(dt_json_out *o, const char *key, double value) {
-    char raw[48], text[48] = "0";
+static void dt__json_put_real(dt_json_out *o, const char *key, double value, int is_float) {
+    char raw[48], text[48] = "0.0";
     double parsed = 0;
     dt_json d;
     dt__json_parser in;
     if (!o) return;
+    if (!is_float) text[1] = 0;
     if (!isfinite(value)) dt_fail(o->ctx, DT_ERR_ARG, "JSON: %g is no number there", value);
     memset(&d, 0, sizeof d);
     memset(&in, 0, sizeof in);
@@ -10017,7 +10165,7 @@ void dt_json_put_number(dt_json_out *o, const char *key, double value) {
             if (keep || (n && text[n - 1] != '.')) text[n++] = keep ? *s : '.';
         }
         text[n] = 0;
-        if (fabs(value) > 9007199254740992.0 && !strpbrk(text, ".e"))
+        if ((is_float || fabs(value) > 9007199254740992.0) && !strpbrk(text, ".e"))
             memcpy(text + n, ".0", 3), n += 2;
         in.at = 0;
         d.bytes = n;
@@ -10025,6 +10173,13 @@ void dt_json_put_number(dt_json_out *o, const char *key, double value) {
     }
     dt__json_separator(o, key);
     dt__json_write(o, text, strlen(text));
+}
+
+void dt_json_put_number(dt_json_out *o, const char *key, double value) {
+    dt__json_put_real(o, key, value, 0);
+}
+void dt_json_put_float(dt_json_out *o, const char *key, double value) {
+    dt__json_put_real(o, key, value, 1);
 }
 
 void dt_json_put_int(dt_json_out *o, const char *key, int64_t value) {
@@ -13416,6 +13571,14 @@ DT__FN dt_status DT__K(topk)(const dt_topk_args *a) {
     return DT_OK;
 }
 
+/* Returns gain + offset: `gain` itself if the offset is 0, else the array `to`. */
+DT__FN const DT__REAL *DT__K(offset_gain)(
+    DT__REAL *to, const DT__REAL *gain, int64_t cols, double offset) {
+    if (offset == 0) return gain;
+    for (int64_t c = 0; c < cols; c++) to[c] = gain[c] + (DT__REAL)offset;
+    return to;
+}
+
 /* Layer normalization, arXiv:1607.06450. Makes two passes over the row, because E[x^2] - E[x]^2
    cancels. RMSNorm, arXiv:1910.07467, is the same computation with a mean of zero and no bias. */
 DT__FN dt_status DT__K(norm)(const dt_norm_args *a) {
@@ -13424,6 +13587,7 @@ DT__FN dt_status DT__K(norm)(const dt_norm_args *a) {
     DT__REAL *buf = (DT__REAL *)dt__align64(a->work), *out = buf + cols, *gain_buf = out + cols;
     const DT__REAL *gain = DT__K(load)(a->dtype, a->gain, 0, cols, gain_buf);
     const DT__REAL *bias = a->rms ? NULL : DT__K(load)(a->dtype, a->bias, 0, cols, gain_buf + cols);
+    gain = DT__K(offset_gain)(gain_buf, gain, cols, a->gain_offset);
     for (int64_t r = 0; r < (int64_t)a->rows; r++) {
         const DT__REAL *x = DT__K(load)(a->dtype, a->in, r * cols, cols, buf);
         DT__REAL variance, mean = a->rms ? 0 : DT__K(total)(x, cols) / (DT__REAL)cols;
@@ -13452,6 +13616,7 @@ DT__FN dt_status DT__K(norm_back)(const dt_norm_back_args *a) {
              *dbias = dgain + cols;
     DT__REAL *buf = dbias + cols, *gain_buf = buf + cols;
     const DT__REAL *gain = DT__K(load)(a->dtype, a->gain, 0, cols, gain_buf);
+    gain = DT__K(offset_gain)(gain_buf, gain, cols, a->gain_offset);
     memset(dgain, 0, 2 * (size_t)cols * sizeof *dgain);
     for (int64_t r = 0; r < (int64_t)a->rows; r++) {
         DT__REAL mean = a->rms ? 0 : ((const DT__REAL *)a->mean)[r],
@@ -13505,7 +13670,7 @@ DT__FN dt_status DT__K(softmax_back)(const dt_softmax_back_args *a) {
 }
 
 /* Rotary embedding (RoPE), arXiv:2104.09864. Rotates pair i of a head's elements, (x0, x1), by the
-   angle position * theta^(-2i/rotary). The rotated pair is (x0 cos - x1 sin, x1 cos + x0 sin). All
+   angle position * rate(i). The rotated pair is (x0 cos - x1 sin, x1 cos + x0 sin). All
    heads of a token have the same angles. Angles, sines and cosines are computed in double, because
    in float the cosine loses its last digits at positions in the thousands. */
 DT__FN dt_status DT__K(rope)(const dt_rope_args *a) {
@@ -13515,14 +13680,15 @@ DT__FN dt_status DT__K(rope)(const dt_rope_args *a) {
     DT__REAL cosine[MAX_PAIRS], sine[MAX_PAIRS], buf[2 * MAX_PAIRS], out[2 * MAX_PAIRS];
     double rate[MAX_PAIRS];
     if (rotary % 2 || rotary > dim || dim > 2 * MAX_PAIRS) return DT_ERR_ARG;
-    for (int64_t i = 0; i < half; i++) rate[i] = pow(a->theta, -2.0 * (double)i / (double)rotary);
+    for (int64_t i = 0; i < half; i++) rate[i] = dt_rope_rate(a, (size_t)i);
+    double factor = a->scaling.kind == DT_ROPE_YARN ? a->scaling.attention : 1;
     /* pair i consists of elements i * step and i * step + distance */
     int64_t step = a->interleaved ? 2 : 1, distance = a->interleaved ? 1 : half;
     for (int64_t t = 0; t < (int64_t)a->tokens; t++) {
         for (int64_t i = 0; i < half; i++) {
             double angle = a->positions[t] * rate[i];
-            cosine[i] = (DT__REAL)cos(angle);
-            sine[i] = (DT__REAL)(a->inverse ? -sin(angle) : sin(angle));
+            cosine[i] = (DT__REAL)(factor * cos(angle));
+            sine[i] = (DT__REAL)(factor * (a->inverse ? -sin(angle) : sin(angle)));
         }
         for (int64_t h = t * heads; h < (t + 1) * heads; h++) {
             const DT__REAL *x = DT__K(load)(a->dtype, a->in, h * dim, dim, buf);
@@ -13670,7 +13836,8 @@ static int64_t dt__key_at(const dt_attention_args *a, int64_t s, int64_t h, int6
     return ((s * a->tk + j) * a->kv_heads + h * a->kv_heads / a->heads) * a->dim;
 }
 
-/* Returns the score of a query and a key: scale q k, or -infinity if the mask hides the key. */
+/* Returns the score of a query and a key: scale q k, soft-capped if soft_cap is set; -infinity if
+   the mask hides the key. */
 static double dt__naive_score(
     const dt_attention_args *a, int64_t s, int64_t h, int64_t i, int64_t j) {
     const dt_attention_mask *m = &a->mask;
@@ -13678,10 +13845,12 @@ static double dt__naive_score(
     int64_t q_position = m->q_position ? m->q_position[query] : i + a->tk - a->tq,
             k_position = m->k_position ? m->k_position[key] : j;
     if (m->causal && k_position > q_position) return -INFINITY;
+    if (m->window && q_position - k_position >= m->window) return -INFINITY;
     int32_t document = m->q_document ? m->q_document[query] : 0;
     if (m->k_document && m->k_document[key] != document) return -INFINITY;
-    return a->scale * dt__naive_dot(a->dtype, a->q, dt__query_at(a, s, h, i), a->dtype, a->k,
-                          dt__key_at(a, s, h, j), a->dim);
+    double score = a->scale * dt__naive_dot(a->dtype, a->q, dt__query_at(a, s, h, i), a->dtype,
+                                  a->k, dt__key_at(a, s, h, j), a->dim);
+    return a->soft_cap > 0 ? a->soft_cap * tanh(score / a->soft_cap) : score;
 }
 
 /* Naive attention, in double: for each query the scores of all keys, their softmax
@@ -13717,16 +13886,19 @@ static dt_status dt__naive_attention(const dt_attention_args *a) {
 }
 
 /* Computes p = e^(score - lse) of one query and one key, and the gradient of q k: with
-   dp = dout v, ds = scale p (dp - sum over keys of p dp), where the sum equals dout out. */
+   dp = dout v, ds = scale p (dp - sum over keys of p dp), where the sum equals dout out. The
+   derivative of soft-capping is 1 - (score / soft_cap)^2. */
 static void dt__naive_pair(const dt_attention_back_args *g, const dt_attention_args *a, int64_t s,
     int64_t h, int64_t i, int64_t j, double *p, double *ds) {
     int64_t q = dt__query_at(a, s, h, i), k = dt__key_at(a, s, h, j), D = a->dim;
     double lse =
         dt__number(dt__wide(a->dtype, 1), a->lse, (size_t)((s * a->heads + h) * a->tq + i));
-    *p = lse > -INFINITY ? exp(dt__naive_score(a, s, h, i, j) - lse) : 0;
+    double score = dt__naive_score(a, s, h, i, j);
+    *p = lse > -INFINITY ? exp(score - lse) : 0;
     *ds = 0;
     if (*p == 0) return;
-    *ds = a->scale * *p *
+    double t = a->soft_cap > 0 ? score / a->soft_cap : 0;
+    *ds = a->scale * *p * (1 - t * t) *
           (dt__naive_dot(a->dtype, g->dout, q, a->dtype, a->v, k, D) -
               dt__naive_dot(a->dtype, g->dout, q, dt__wide(a->dtype, a->wide), a->out, q, D));
 }
@@ -13797,7 +13969,8 @@ typedef struct dt__key_tile {
 } dt__key_tile;
 
 /* The keys of a tile that a group of NR queries sees: no query sees keys from `end` on, and all
-   queries see all keys before `unmasked`. */
+   queries see all keys before `unmasked`. A sliding window also hides keys at the start of a tile:
+   they are masked, or end is 0 if no query sees any key. */
 typedef struct dt__visible {
     int64_t unmasked, end;
 } dt__visible;
@@ -13845,13 +14018,34 @@ static dt__visible dt__visible_keys(const dt_attention_args *a, const dt__query_
         lowest = b->document[l] < lowest ? b->document[l] : lowest;
     }
     if (!a->mask.causal) latest = earliest = INT32_MAX;
-    while (v.end > 0 && (t->position[v.end - 1] > latest || t->document[v.end - 1] > highest ||
-                            t->document[v.end - 1] < lowest))
+    /* keys up to these positions are before the window of every query, and of some query */
+    int64_t all_past = a->mask.window ? (int64_t)earliest - a->mask.window : INT64_MIN,
+            some_past = a->mask.window ? (int64_t)latest - a->mask.window : INT64_MIN;
+    while (v.end > 0 && (t->position[v.end - 1] > latest || t->position[v.end - 1] <= all_past ||
+                            t->document[v.end - 1] > highest || t->document[v.end - 1] < lowest))
         v.end--;
     while (v.unmasked < v.end && t->position[v.unmasked] <= earliest &&
-           t->document[v.unmasked] == lowest && lowest == highest)
+           t->position[v.unmasked] > some_past && t->document[v.unmasked] == lowest &&
+           lowest == highest)
         v.unmasked++;
     return v;
+}
+
+/* Sliding-window attention skips the tiles of keys before the window, and causal attention those
+   after the queries. Returns the first key of the first tile that may be visible to a query of the
+   block; sets *end to a bound after the last key. With an array of key positions, these are all
+   keys. */
+static int64_t dt__key_range(const dt_attention_args *a, const dt__query_block *b, int64_t *end) {
+    int64_t latest = INT32_MIN, earliest = INT32_MAX, first = 0;
+    *end = a->tk;
+    if (!a->mask.causal || a->mask.k_position) return 0;
+    for (int64_t l = 0; l < b->queries; l++) {
+        latest = b->position[l] > latest ? b->position[l] : latest;
+        earliest = b->position[l] < earliest ? b->position[l] : earliest;
+    }
+    if (latest + 1 < *end) *end = latest + 1;
+    if (a->mask.window) first = earliest - a->mask.window + 1;
+    return first > 0 ? first / DT__KEY_TILE * DT__KEY_TILE : 0;
 }
 
 /* Finds out which keys of the tile each group of nr lanes sees. Returns the number of keys up to
@@ -13959,9 +14153,19 @@ DT__FN void DT__K(mask_row)(DT__REAL *row, const dt_attention_mask *mask, const 
     int32_t k_position = mask->causal ? t->position[j] : INT32_MIN, k_document = t->document[j];
     for (int l = 0; l < DT__NR; l++)
         row[l] = k_position > position[l] ? (DT__REAL)-INFINITY : row[l];
+    if (mask->window) {
+        int64_t last = (int64_t)k_position + mask->window; /* the first query past the window */
+        for (int l = 0; l < DT__NR; l++)
+            row[l] = position[l] >= last ? (DT__REAL)-INFINITY : row[l];
+    }
     if (!mask->k_document) return;
     for (int l = 0; l < DT__NR; l++)
         row[l] = k_document != document[l] ? (DT__REAL)-INFINITY : row[l];
+}
+
+/* Soft-capping of a row of scores: s becomes cap tanh(s / cap). */
+DT__FN void DT__K(cap_row)(DT__REAL *row, DT__REAL cap) {
+    for (int l = 0; l < DT__NR; l++) row[l] = cap * DT__TANH(row[l] / cap);
 }
 
 /* Computes `to` (keys,NR) for the first n keys of the tile and NR lanes: the products of `rows`,
@@ -14017,6 +14221,7 @@ DT__FN void DT__K(softmax_tile)(DT__K(attention_work) * w, const dt_attention_ar
     DT__REAL max[DT__NR], sum[DT__NR], *first = w->p + lane, *row = first;
     for (int l = 0; l < DT__NR; l++) max[l] = w->max[lane + l];
     for (int64_t j = 0; j < v.end; j++, row += DT__QUERY_BLOCK) {
+        if (a->soft_cap > 0) DT__K(cap_row)(row, (DT__REAL)a->soft_cap);
         if (j >= v.unmasked) DT__K(mask_row)
         (row, &a->mask, b->position + lane, b->document + lane, t, j);
         for (int l = 0; l < DT__NR; l++) max[l] = row[l] > max[l] ? row[l] : max[l];
@@ -14079,13 +14284,14 @@ DT__FN void DT__K(attention_block)(
     dt__key_tile t;
     dt__visible visible[DT__QUERY_BLOCK / DT__NR];
     DT__REAL factor[DT__NR];
+    int64_t last;
     DT__K(attention_work_at)(&w, a->work, a->work_bytes, 0, a->dim);
     dt__query_block_make(&b, a, s, kv, first, DT__NR);
     DT__K(load_queries)(w.q, w.q_lanes, &w, a, &b, a->q, (DT__REAL)a->scale);
     for (int64_t d = 0; d < w.wide; d++)
         memset(w.out + d * DT__QUERY_BLOCK, 0, (size_t)b.lanes * sizeof *w.out);
     for (int64_t l = 0; l < b.lanes; l++) w.max[l] = (DT__REAL)-INFINITY, w.sum[l] = 0;
-    for (int64_t j = 0; j < a->tk; j += DT__KEY_TILE) {
+    for (int64_t j = dt__key_range(a, &b, &last); j < last; j += DT__KEY_TILE) {
         dt__key_tile_make(&t, a, s, j);
         int64_t end = dt__visible_tile(a, &b, DT__NR, &t, visible),
                 at = ((s * a->tk + j) * a->kv_heads + kv) * a->dim;
@@ -14140,22 +14346,28 @@ DT__FN void DT__K(load_softmax)(
     }
 }
 
-/* The backward of softmax for NR lanes of a tile: p = e^(s - lse) and ds = p (dp - mean). On entry
-   w->p holds the scores and w->ds holds dp. On return they hold p and ds, which are 0 from key
+/* The backward of softmax for NR lanes of a tile: p = e^(s - lse) and ds = p (dp - mean), with
+   soft-capping times its derivative 1 - (s / cap)^2. On entry w->p holds the scores and w->ds holds
+   dp. On return they hold p and ds, which are 0 from key
    v.end up to `end`. */
 DT__FN void DT__K(softmax_back_tile)(const DT__K(attention_work) * w, const dt_attention_args *a,
     const dt__query_block *b, int64_t lane, const dt__key_tile *t, dt__visible v, int64_t end) {
-    const DT__REAL *lse = w->lse + lane, *mean = w->mean + lane;
+    const DT__REAL *lse = w->lse + lane, *mean = w->mean + lane, cap = (DT__REAL)a->soft_cap;
     for (int64_t j = 0; j < end; j++) {
         DT__REAL *p = w->p + j * DT__QUERY_BLOCK + lane, *ds = w->ds + j * DT__QUERY_BLOCK + lane;
         if (j >= v.end) {
             for (int l = 0; l < DT__NR; l++) p[l] = ds[l] = 0;
             continue;
         }
+        for (int l = 0; l < DT__NR; l++) ds[l] -= mean[l];
+        if (cap > 0) {
+            DT__K(cap_row)(p, cap);
+            for (int l = 0; l < DT__NR; l++) ds[l] *= 1 - p[l] / cap * (p[l] / cap);
+        }
         if (j >= v.unmasked) DT__K(mask_row)
         (p, &a->mask, b->position + lane, b->document + lane, t, j);
         for (int l = 0; l < DT__NR; l++) p[l] = DT__K(softmax_exp)(p[l] - lse[l]);
-        for (int l = 0; l < DT__NR; l++) ds[l] = p[l] * (ds[l] - mean[l]);
+        for (int l = 0; l < DT__NR; l++) ds[l] = p[l] * ds[l];
     }
 }
 
@@ -14200,13 +14412,14 @@ DT__FN void DT__K(attention_back_block)(const dt_attention_back_args *g, DT__K(a
     dt__query_block b;
     dt__key_tile t;
     dt__visible visible[DT__QUERY_BLOCK / DT__NR];
+    int64_t last;
     dt__query_block_make(&b, a, s, kv, first, DT__NR);
     DT__K(load_queries)(w->q, w->q_lanes, w, a, &b, a->q, (DT__REAL)a->scale);
     DT__K(load_queries)(w->dout, w->dout_lanes, w, a, &b, g->dout, 1);
     DT__K(load_softmax)(w, a, &b);
     for (int64_t d = 0; d < w->wide; d++)
         memset(w->out + d * DT__QUERY_BLOCK, 0, (size_t)b.lanes * sizeof *w->out);
-    for (int64_t j = 0; j < a->tk; j += DT__KEY_TILE) {
+    for (int64_t j = dt__key_range(a, &b, &last); j < last; j += DT__KEY_TILE) {
         dt__key_tile_make(&t, a, s, j);
         int64_t end = dt__visible_tile(a, &b, DT__NR, &t, visible),
                 at = ((s * a->tk + j) * a->kv_heads + kv) * a->dim;
@@ -14260,7 +14473,8 @@ DT__FN dt_status DT__K(attention_back)(const dt_attention_back_args *g) {
         .scale = g->scale,
         .mask = g->mask,
         .merge_lse = 0,
-        .wide = g->wide };
+        .wide = g->wide,
+        .soft_cap = g->soft_cap };
     if (K < 1 || g->heads % K) return DT_ERR_ARG;
     if (!g->work) return dt__naive_attention_back(g, &a);
     if (g->work_bytes < dt_attention_work(g->tk, g->dim, g->dtype)) return DT_ERR_ARG;

@@ -12,8 +12,8 @@
        gpt_generate(&model, text, given, total, (gpt_sampling){ .temperature = 0.8 });
 
    Letters: B sequences, T tokens per sequence, V vocabulary size, L layers, C width, H query heads,
-   K key/value heads (grouped-query attention if K < H, arXiv:2305.13245), D = C/H, F feed-forward
-   width.
+   K key/value heads (grouped-query attention if K < H, arXiv:2305.13245), D = C/H or
+   config.parts.head_dim, F feed-forward width.
 
    GPT_GPT2 computes
 
@@ -25,6 +25,9 @@
    GPT_LLAMA computes the same with RMSNorm instead of layernorm, no biases, rotary embedding of q
    and k (rotated halves, base theta) instead of wpe, and mlp.proj(silu(gate) up), where gate and up
    are one parameter (2,F,C).
+
+   config.parts has the options of later models with the architecture of Llama: QK-norm, RoPE
+   scaling, sliding-window attention, soft-capping, and Gemma's norms. Zeros mean Llama.
 
    Dropout applies to the embedding, and to the outputs of attn.proj and mlp.proj before the
    residual addition. Dropout is active only in a forward pass that has a step number
@@ -109,6 +112,27 @@ typedef struct gpt_mla {
     int nope_dim, rope_dim, value_dim;
 } gpt_mla;
 
+/* Parts of models with the architecture of Llama; zeros switch them off, and GPT_GPT2 has none of
+   them. Llama 3.x has rope, Qwen 3 head_dim and qk_norm, Qwen 2 qkv_bias, Mistral window, Gemma 2
+   all but qk_norm and local_theta, and Gemma 3 all but the soft caps. */
+typedef struct gpt_parts {
+    int head_dim; /* D; 0 means C/H */
+    int qkv_bias; /* biases of q, k and v */
+    int qk_norm;  /* QK-norm: RMSNorm over D of each head of q and k, before the rotary embedding */
+    /* Sliding-window attention: a token attends to the newest `window` tokens up to itself. With
+       global_every = N, layers N - 1, 2N - 1, .. are global: they attend to all tokens; the others
+       are local. If N is 0, all layers are local */
+    int window, global_every;
+    dt_rope_scaling rope; /* RoPE scaling; not in local layers that have a theta of their own */
+    double local_theta;   /* base of the rotary embedding in local layers; 0 means config.theta */
+    double query_scalar;  /* scores are divided by its square root; 0 means D */
+    double attn_soft_cap, logit_soft_cap; /* soft-capping of scores and of logits; 0 means none */
+    /* Gemma: the embedding is multiplied by sqrt(C), GeGLU replaces SwiGLU, attn.proj and mlp.proj
+       are followed by an RMSNorm before the residual addition, and norms multiply by 1 + weight.
+       Weights of norms are stored as Gemma's files have them, and start at 0 */
+    int gemma;
+} gpt_parts;
+
 typedef struct gpt_config {
     int layers, width, heads, kv_heads, ffn;
     int seq; /* largest number of tokens per sequence */
@@ -154,6 +178,7 @@ typedef struct gpt_config {
     double gate_scale;
     int mtp;           /* modules of multi-token prediction, at most GPT_MAX_MTP; needs GPT_LLAMA */
     double mtp_weight; /* weight of the mean of their losses in the gradient */
+    gpt_parts parts;
 } gpt_config;
 
 /* The parameters of a layer. A parameter that this rank does not have is NULL. */
@@ -161,7 +186,9 @@ typedef struct gpt_layer {
     dt_tensor *ln_1_gain, *ln_1_bias;            /* (C) */
     dt_tensor *q, *q_bias;                       /* (H,D,C), (H,D) */
     dt_tensor *k, *k_bias, *v, *v_bias;          /* (K,D,C), (K,D) */
-    dt_tensor *attn_proj, *attn_proj_bias;       /* (C,C), (C) */
+    dt_tensor *q_norm, *k_norm;                  /* (D), (D) */
+    dt_tensor *attn_proj, *attn_proj_bias;       /* (C,H*D), (C) */
+    dt_tensor *attn_norm, *mlp_norm;             /* (C), (C): Gemma's norms of the branches */
     dt_tensor *ln_2_gain, *ln_2_bias;            /* (C) */
     dt_tensor *fc, *fc_bias;                     /* (F,C), (F) */
     dt_tensor *gate_up;                          /* (2,F,C) */
@@ -211,8 +238,9 @@ enum {
     GPT_LATENT, /* part of section GPT_ATTENTION, in place of q, k, v and proj */
     GPT_MTP     /* what a module of multi-token prediction has besides its layer */
 };
-/* The architectures that have the parameter, one bit per architecture. */
+/* The architectures and parts that have the parameter, one bit each. */
 enum { GPT_ONLY_2 = 1, GPT_ONLY_LLAMA, GPT_BOTH };
+enum { GPT_QKV_BIAS = 4, GPT_QK_NORM = 8, GPT_BRANCH_NORM = 16 };
 /* The kind of a parameter decides its initial values. Gains and biases have no weight decay. */
 enum { GPT_GAIN, GPT_BIAS, GPT_POSITION, GPT_MATRIX, GPT_BRANCH, GPT_ROUTER_BIAS };
 /* One row of the table of parameters. */
@@ -233,12 +261,19 @@ static const gpt_param_row gpt_param_rows[] = {
     { GPT_ATTENTION, GPT_BOTH, "ln_1.weight", "C", GPT_GAIN, offsetof(gpt_layer, ln_1_gain) },
     { GPT_ATTENTION, GPT_ONLY_2, "ln_1.bias", "C", GPT_BIAS, offsetof(gpt_layer, ln_1_bias) },
     { GPT_ATTENTION, GPT_BOTH, "attn.q.weight", "/HDC", GPT_MATRIX, offsetof(gpt_layer, q) },
-    { GPT_ATTENTION, GPT_ONLY_2, "attn.q.bias", "/HD", GPT_BIAS, offsetof(gpt_layer, q_bias) },
+    { GPT_ATTENTION, GPT_ONLY_2 | GPT_QKV_BIAS, "attn.q.bias", "/HD", GPT_BIAS,
+        offsetof(gpt_layer, q_bias) },
     { GPT_ATTENTION, GPT_BOTH, "attn.k.weight", "/KDC", GPT_MATRIX, offsetof(gpt_layer, k) },
-    { GPT_ATTENTION, GPT_ONLY_2, "attn.k.bias", "/KD", GPT_BIAS, offsetof(gpt_layer, k_bias) },
+    { GPT_ATTENTION, GPT_ONLY_2 | GPT_QKV_BIAS, "attn.k.bias", "/KD", GPT_BIAS,
+        offsetof(gpt_layer, k_bias) },
     { GPT_ATTENTION, GPT_BOTH, "attn.v.weight", "/KDC", GPT_MATRIX, offsetof(gpt_layer, v) },
-    { GPT_ATTENTION, GPT_ONLY_2, "attn.v.bias", "/KD", GPT_BIAS, offsetof(gpt_layer, v_bias) },
-    { GPT_ATTENTION, GPT_BOTH, "attn.proj.weight", "C/C", GPT_BRANCH,
+    { GPT_ATTENTION, GPT_ONLY_2 | GPT_QKV_BIAS, "attn.v.bias", "/KD", GPT_BIAS,
+        offsetof(gpt_layer, v_bias) },
+    { GPT_ATTENTION, GPT_QK_NORM, "attn.q_norm.weight", "+D", GPT_GAIN,
+        offsetof(gpt_layer, q_norm) },
+    { GPT_ATTENTION, GPT_QK_NORM, "attn.k_norm.weight", "+D", GPT_GAIN,
+        offsetof(gpt_layer, k_norm) },
+    { GPT_ATTENTION, GPT_BOTH, "attn.proj.weight", "C/A", GPT_BRANCH,
         offsetof(gpt_layer, attn_proj) },
     { GPT_ATTENTION, GPT_ONLY_2, "attn.proj.bias", "C", GPT_BIAS,
         offsetof(gpt_layer, attn_proj_bias) },
@@ -254,6 +289,8 @@ static const gpt_param_row gpt_param_rows[] = {
         offsetof(gpt_layer, kv_b) },
     { GPT_LATENT, GPT_ONLY_LLAMA, "attn.proj.weight", "C/o", GPT_BRANCH,
         offsetof(gpt_layer, attn_proj) },
+    { GPT_ATTENTION, GPT_BRANCH_NORM, "attn.norm.weight", "C", GPT_GAIN,
+        offsetof(gpt_layer, attn_norm) },
     { GPT_MLP, GPT_BOTH, "ln_2.weight", "C", GPT_GAIN, offsetof(gpt_layer, ln_2_gain) },
     { GPT_MLP, GPT_ONLY_2, "ln_2.bias", "C", GPT_BIAS, offsetof(gpt_layer, ln_2_bias) },
     { GPT_DENSE, GPT_ONLY_2, "mlp.fc.weight", "/FC", GPT_MATRIX, offsetof(gpt_layer, fc) },
@@ -262,6 +299,7 @@ static const gpt_param_row gpt_param_rows[] = {
         offsetof(gpt_layer, gate_up) },
     { GPT_DENSE, GPT_BOTH, "mlp.proj.weight", "C/F", GPT_BRANCH, offsetof(gpt_layer, mlp_proj) },
     { GPT_DENSE, GPT_ONLY_2, "mlp.proj.bias", "C", GPT_BIAS, offsetof(gpt_layer, mlp_proj_bias) },
+    { GPT_MLP, GPT_BRANCH_NORM, "mlp.norm.weight", "C", GPT_GAIN, offsetof(gpt_layer, mlp_norm) },
     { GPT_EXPERT, GPT_BOTH, "moe.router.weight", "EC", GPT_MATRIX, offsetof(gpt_layer, router) },
     { GPT_EXPERT, GPT_BOTH, "moe.router.bias", "E", GPT_ROUTER_BIAS,
         offsetof(gpt_layer, router_bias) },
@@ -285,6 +323,16 @@ static const gpt_param_row gpt_param_rows[] = {
     { GPT_HEAD, GPT_BOTH, "lm_head.weight", "/VC", GPT_MATRIX, offsetof(gpt, head) },
 };
 enum { GPT_PARAM_ROWS = sizeof gpt_param_rows / sizeof *gpt_param_rows };
+
+/* Returns the bits of the model's architecture and parts (see gpt_param_row.models). */
+static inline int gpt_model_bits(gpt_config c) {
+    return 1 << c.arch | (c.parts.qkv_bias ? GPT_QKV_BIAS : 0) |
+           (c.parts.qk_norm ? GPT_QK_NORM : 0) | (c.parts.gemma ? GPT_BRANCH_NORM : 0);
+}
+
+static inline int gpt_head_dim(gpt_config c) {
+    return c.parts.head_dim > 0 ? c.parts.head_dim : c.width / c.heads;
+}
 
 static inline int gpt_is_moe(gpt_config c, int layer) {
     return c.experts > 0 && layer >= c.first_dense &&
@@ -317,7 +365,7 @@ static inline int gpt_attention_has(gpt_config c, const gpt_param_row *r, int la
    has it. A tied head has no parameter of its own, because it uses wte. */
 static inline int gpt_has_param(gpt_config c, const gpt_param_row *r, int layer) {
     int mixture = gpt_is_moe(c, layer);
-    if (!(r->models >> c.arch & 1) ||
+    if (!(r->models & gpt_model_bits(c)) ||
         (c.tied && r->at == offsetof(gpt, head) && r->section == GPT_HEAD))
         return 0;
     if (!gpt_attention_has(c, r, layer)) return 0;
@@ -333,7 +381,8 @@ static inline int64_t gpt_size(gpt_config c, char letter) {
     case 'C': return c.width;
     case 'H': return c.heads;
     case 'K': return c.kv_heads;
-    case 'D': return c.width / c.heads;
+    case 'D': return gpt_head_dim(c);
+    case 'A': return c.heads * gpt_head_dim(c);
     case 'F': return c.ffn;
     case 'E': return c.experts;
     case 'c': return 2 * (int64_t)c.width;
@@ -371,8 +420,8 @@ static inline int gpt_dim(const gpt_param_row *r, char mark) {
 /* Sets the parameter's shardings and gradient placements over ep and tp. The gradient is partial
    over ranks of tp in three cases. (1) kv heads are copied, and each copy serves only some of the
    query heads. (2) Under sequence parallelism each rank applies a parameter that is not sharded to
-   only some of the tokens. (3) Only rank 0 of tp uses its copy of the parameter; r->shape of such a
-   parameter begins with '+'. */
+   only some of the tokens. (3) Only rank 0 of tp uses its copy of the parameter, or each rank applies
+   its copy to its own heads; r->shape of such a parameter begins with '+'. */
 static inline void gpt_shard(const gpt *m, const gpt_param_row *r, dt_param_desc *d) {
     int dim = gpt_dim(r, '/'), experts = gpt_dim(r, '|');
     char letter = dim < 0 ? 0 : strchr(r->shape, '/')[1];
@@ -434,8 +483,8 @@ static inline int64_t gpt_param_count(gpt_config c) { return gpt_param_count_of(
    also multiply by the head. */
 static inline double gpt_flops_per_token(gpt_config c) {
     int64_t looked_up = (c.arch == GPT_GPT2 ? c.seq : 0) + (c.tied ? 0 : c.vocab);
-    double attended =
-        c.mla.kv_rank ? 0.5 * c.heads * (double)(gpt_size(c, 'x') + c.mla.value_dim) : c.width;
+    double attended = c.heads * (c.mla.kv_rank ? 0.5 * (double)(gpt_size(c, 'x') + c.mla.value_dim)
+                                               : (double)gpt_head_dim(c));
     return 6.0 * (double)(gpt_param_count_of(c, 1) +
                           ((int64_t)c.mtp * c.vocab - looked_up) * c.width) +
            12.0 * gpt_all_layers(c) * attended * c.seq;
@@ -448,13 +497,15 @@ static inline dt_tensor *gpt_param(const gpt *m, const gpt_param_row *r, int lay
     double branch = 0.02 / sqrt(2.0 * c.layers);
     const dt_init init[] = { DT_ONES, DT_ZEROS, DT_NORMAL(0.01), DT_NORMAL(0.02), DT_NORMAL(branch),
         DT_ZEROS };
+    int from_zero = r->kind == GPT_GAIN && c.parts.gemma; /* the gain is 1 + weight */
     dt_param_desc d = { .no_decay = r->kind == GPT_GAIN || r->kind == GPT_BIAS, .dtype = c.dtype };
     d.matrices = gpt_matrices(c, r, layer);
     if (r->kind == GPT_ROUTER_BIAS) d.frozen = 1, d.dtype = c.dtype == DT_F64 ? DT_F64 : DT_F32;
     gpt_shard(m, r, &d);
     if (gpt_is_embedding(r) && m->tied)
         d.grad_placements[1] = (dt_grad_placement){ m->tied, DT_GRAD_PARTIAL };
-    return dt_param_at(m->ctx, r->name, gpt_shape(c, r, layer), init[r->kind], d);
+    return dt_param_at(
+        m->ctx, r->name, gpt_shape(c, r, layer), init[from_zero ? GPT_BIAS : r->kind], d);
 }
 
 static inline void gpt_register_section(gpt *m, int section, int layer) {
@@ -521,12 +572,33 @@ static inline int gpt_stages_bad(gpt_config c) {
 
 static inline int gpt_config_bad(gpt_config c) {
     return c.layers < 0 || c.layers > GPT_MAX_LAYERS || c.width < 1 || c.heads < 1 ||
-           c.width % c.heads != 0 || c.kv_heads < 1 || c.heads % c.kv_heads != 0 || c.ffn < 1 ||
-           c.seq < 1 || c.vocab < 1 || c.recompute < GPT_RECOMPUTE_NONE ||
-           c.recompute > GPT_RECOMPUTE_FULL || c.recompute_every < 0 || c.arch < GPT_GPT2 ||
-           c.arch > GPT_LLAMA || (c.arch == GPT_LLAMA && c.width / c.heads % 2 != 0) ||
+           (c.parts.head_dim == 0 && c.width % c.heads != 0) || c.kv_heads < 1 ||
+           c.heads % c.kv_heads != 0 || c.ffn < 1 || c.seq < 1 || c.vocab < 1 ||
+           c.recompute < GPT_RECOMPUTE_NONE || c.recompute > GPT_RECOMPUTE_FULL ||
+           c.recompute_every < 0 || c.arch < GPT_GPT2 || c.arch > GPT_LLAMA ||
+           (c.arch == GPT_LLAMA && c.parts.head_dim == 0 && c.width / c.heads % 2 != 0) ||
            !(c.norm_eps >= 0) || !(c.theta >= 0) || !(c.dropout >= 0 && c.dropout < 1) ||
            !(c.smoothing >= 0 && c.smoothing < 1);
+}
+
+/* Returns what is wrong with config.parts, or NULL. RoPE scaling is checked by dt_rope. */
+static inline const char *gpt_parts_bad(gpt_config c) {
+    const gpt_parts *p = &c.parts;
+    if (c.arch == GPT_GPT2 &&
+        (gpt_model_bits(c) != GPT_ONLY_2 || p->head_dim || p->window || p->rope.kind ||
+            p->query_scalar != 0 || p->attn_soft_cap != 0 || p->logit_soft_cap != 0))
+        return "only GPT_LLAMA has parts";
+    if (p->gemma && c.experts) return "gemma has no experts";
+    if (p->head_dim < 0 || p->head_dim % 2 != 0) return "head_dim must be even and above 0";
+    if (p->window < 0 || p->global_every < 0) return "window and global_every must be at least 0";
+    if (p->window == 0 && (p->global_every > 0 || p->local_theta != 0))
+        return "global_every and local_theta need a window";
+    if (p->rope.kind < DT_ROPE_UNSCALED || p->rope.kind > DT_ROPE_YARN)
+        return "rope.kind is no DT_ROPE_*";
+    if (!(p->local_theta >= 0 && p->query_scalar >= 0 && p->attn_soft_cap >= 0 &&
+            p->logit_soft_cap >= 0))
+        return "local_theta, query_scalar and the soft caps must be at least 0";
+    return NULL;
 }
 
 static inline int gpt_experts_bad(gpt_config c) {
@@ -580,6 +652,16 @@ static inline gpt gpt_register(dt_ctx *ctx, gpt_config c) {
             "recompute %d every %d, arch %d, norm_eps %g, theta %g, dropout %g, smoothing %g",
             c.layers, c.width, c.heads, c.kv_heads, c.ffn, c.seq, c.vocab, c.recompute,
             c.recompute_every, c.arch, c.norm_eps, c.theta, c.dropout, c.smoothing);
+        return m;
+    }
+    if (gpt_parts_bad(c)) {
+        dt_fail(ctx, DT_ERR_ARG,
+            "gpt_register: %s (head_dim %d, window %d, global_every %d, rope.kind %d, local_theta "
+            "%g, "
+            "query_scalar %g, soft caps %g and %g)",
+            gpt_parts_bad(c), c.parts.head_dim, c.parts.window, c.parts.global_every,
+            c.parts.rope.kind, c.parts.local_theta, c.parts.query_scalar, c.parts.attn_soft_cap,
+            c.parts.logit_soft_cap);
         return m;
     }
     if (gpt_experts_bad(c)) {
@@ -694,23 +776,26 @@ static inline dt_tensor *gpt_dropout(const gpt_pass *r, dt_tensor *x, int site) 
     return dt_dropout(x, p, key, r->tokens.index);
 }
 
-/* Residual branch, x + dropout(h w^T + b). Without dropout one op computes the product and the
-   addition. */
-static inline dt_tensor *gpt_branch(
-    const gpt_pass *r, dt_tensor *x, dt_tensor *h, dt_tensor *w, dt_tensor *b, int site) {
+static inline dt_tensor *gpt_norm(const gpt *m, dt_tensor *x, dt_tensor *gain, dt_tensor *bias) {
+    if (m->config.arch == GPT_GPT2) return dt_layernorm(x, gain, bias, m->config.norm_eps);
+    return dt_rmsnorm_at(
+        x, gain, (dt_rmsnorm_desc){ m->config.norm_eps, m->config.parts.gemma ? 1 : 0 });
+}
+
+/* Residual branch, x + dropout(norm(h w^T + b)), where `norm` is NULL except for Gemma. Without
+   norm and dropout one op computes the product and the addition. */
+static inline dt_tensor *gpt_branch(const gpt_pass *r, dt_tensor *x, dt_tensor *h, dt_tensor *w,
+    dt_tensor *b, dt_tensor *norm, int site) {
     dt_comm *tp = r->model->config.tp;
-    if (r->model->config.dropout == 0 || r->tokens.step == 0)
-        return dt_row_linear(h, w, b, x, tp, r->outside);
-    return dt_add(x, gpt_dropout(r, dt_row_linear(h, w, b, NULL, tp, r->outside), site));
+    int plain = r->model->config.dropout == 0 || r->tokens.step == 0;
+    if (plain && !norm) return dt_row_linear(h, w, b, x, tp, r->outside);
+    h = dt_row_linear(h, w, b, NULL, tp, r->outside);
+    if (norm) h = gpt_norm(r->model, h, norm, NULL);
+    return dt_add(x, gpt_dropout(r, h, site));
 }
 
 static inline dt_tensor *gpt_enter(const gpt_pass *r, dt_tensor *x) {
     return dt_tp_enter(x, r->model->config.tp, r->outside);
-}
-
-static inline dt_tensor *gpt_norm(const gpt *m, dt_tensor *x, dt_tensor *gain, dt_tensor *bias) {
-    if (m->config.arch == GPT_LLAMA) return dt_rmsnorm(x, gain, m->config.norm_eps);
-    return dt_layernorm(x, gain, bias, m->config.norm_eps);
 }
 
 /* Appends the new keys (or values) `more` to the cached keys (or values) `all`. Returns `all`. */
@@ -799,7 +884,35 @@ static inline dt_tensor *gpt_latent_heads(const gpt_pass *r, dt_tensor *x) {
     return heads ? dt_reshape(heads, DT_SHAPE(B, T, H * a.value_dim)) : NULL;
 }
 
-/* A layer's attention without the output projection, (B,T,C) -> (B,T,C/tp). Selective recompute
+/* Local layers attend to a window of tokens, global layers to all (see gpt_parts). */
+static inline int gpt_is_local(gpt_config c, int layer) {
+    int every = c.parts.global_every;
+    return c.parts.window > 0 && (every == 0 || (layer + 1) % every != 0);
+}
+
+/* QK-norm and rotary embedding of q or k, (B,T,H,D); `gain` (D) is NULL without QK-norm. */
+static inline dt_tensor *gpt_rotate(const gpt_pass *r, dt_tensor *x, dt_tensor *gain) {
+    gpt_config c = r->model->config;
+    dt_rope_desc d = { .theta = c.theta, .scaling = c.parts.rope };
+    if (c.arch == GPT_GPT2) return x;
+    if (gain) x = gpt_norm(r->model, x, gain, NULL);
+    if (gpt_is_local(c, gpt_layer_at(r)) && c.parts.local_theta > 0)
+        d = (dt_rope_desc){ .theta = c.parts.local_theta };
+    return dt_rope(x, r->positions, d);
+}
+
+/* The mask and the scores of a layer; the positions and documents are those of dt_cp_make with
+   cp. */
+static inline dt_attn_desc gpt_attn_desc(const gpt_pass *r) {
+    gpt_config c = r->model->config;
+    dt_attn_desc d = { .window = gpt_is_local(c, gpt_layer_at(r)) ? c.parts.window : 0,
+        .soft_cap = c.parts.attn_soft_cap };
+    if (!r->tokens.context) d.positions = r->tokens.positions, d.documents = r->tokens.documents;
+    if (c.parts.query_scalar > 0) d.scale = 1 / sqrt(c.parts.query_scalar);
+    return d;
+}
+
+/* A layer's attention without the output projection, (B,T,C) -> (B,T,H*D/tp). Selective recompute
    recomputes this function. In the shapes below, H and K are the numbers of this rank's heads, and
    T is the number of this rank's tokens. */
 static inline dt_tensor *gpt_heads(dt_tensor *x, void *user) {
@@ -809,23 +922,19 @@ static inline dt_tensor *gpt_heads(dt_tensor *x, void *user) {
     if (m->config.mla.kv_rank) return gpt_latent_heads(r, x);
     dt_tensor *n = gpt_enter(r, gpt_norm(m, x, l->ln_1_gain, l->ln_1_bias));
     /* (B,T,H,D) */
-    dt_tensor *q = dt_linear(n, l->q, l->q_bias);
+    dt_tensor *q = gpt_rotate(r, dt_linear(n, l->q, l->q_bias), l->q_norm);
     /* (B,T,K,D) */
-    dt_tensor *k = dt_linear(n, l->k, l->k_bias);
+    dt_tensor *k = gpt_rotate(r, dt_linear(n, l->k, l->k_bias), l->k_norm);
     dt_tensor *v = dt_linear(n, l->v, l->v_bias);
-    if (m->config.arch == GPT_LLAMA) {
-        q = dt_rope(q, r->positions, (dt_rope_desc){ .theta = m->config.theta });
-        k = dt_rope(k, r->positions, (dt_rope_desc){ .theta = m->config.theta });
-    }
     if (r->cache) {
         /* the keys and values of all tokens so far, (1,length+T,K,D) */
         k = gpt_cache_append(r->cache, &r->cache->k[gpt_layer_at(r)], k);
         v = gpt_cache_append(r->cache, &r->cache->v[gpt_layer_at(r)], v);
     }
-    dt_attn_desc mask = { .positions = r->tokens.positions, .documents = r->tokens.documents };
     /* (B,T,H,D) */
-    dt_tensor *heads = r->tokens.context ? dt_cp_attention(q, k, v, r->tokens.context)
-                                         : dt_attention(q, k, v, mask);
+    dt_tensor *heads = r->tokens.context
+                           ? dt_cp_attention_at(q, k, v, r->tokens.context, gpt_attn_desc(r))
+                           : dt_attention(q, k, v, gpt_attn_desc(r));
     if (!heads) return NULL;
     const int64_t *d = heads->shape.d;
     return dt_reshape(heads, DT_SHAPE(d[0], d[1], d[2] * d[3]));
@@ -834,6 +943,7 @@ static inline dt_tensor *gpt_heads(dt_tensor *x, void *user) {
 /* The MLP's hidden layer, (B,T,C) -> (B,T,F/tp). */
 static inline dt_tensor *gpt_hidden(const gpt *m, const gpt_layer *l, dt_tensor *n) {
     /* one product computes gate and up, (B,T,2,F) */
+    if (m->config.parts.gemma) return dt_geglu(dt_linear(n, l->gate_up, NULL));
     if (m->config.arch == GPT_LLAMA) return dt_swiglu(dt_linear(n, l->gate_up, NULL));
     return dt_linear_at(n, l->fc, l->fc_bias, (dt_linear_desc){ .activation = DT_ACT_GELU });
 }
@@ -846,7 +956,8 @@ static inline dt_tensor *gpt_attention_forward(const gpt_pass *r, dt_tensor *x) 
     dt_tensor *heads = x && is_recomputed ? dt_block_at(x->ctx, gpt_heads, x, (void *)r,
                                                 (dt_block_desc){ .recompute = 1 })
                                           : gpt_heads(x, (void *)r);
-    return gpt_branch(r, x, heads, l->attn_proj, l->attn_proj_bias, 1 + 2 * gpt_layer_at(r));
+    return gpt_branch(
+        r, x, heads, l->attn_proj, l->attn_proj_bias, l->attn_norm, 1 + 2 * gpt_layer_at(r));
 }
 
 /* Mixture of experts (MoE): router, token dispatch, experts, token combine. n is the output of the
@@ -891,11 +1002,12 @@ static inline dt_tensor *gpt_mlp_forward(const gpt_pass *r, dt_tensor *x) {
     gpt_layer *l = &m->layer[layer];
     dt_tensor *n = gpt_norm(m, x, l->ln_2_gain, l->ln_2_bias), *inside = gpt_enter(r, n);
     if (!gpt_is_moe(m->config, layer))
-        return gpt_branch(r, x, gpt_hidden(m, l, inside), l->mlp_proj, l->mlp_proj_bias, site);
+        return gpt_branch(
+            r, x, gpt_hidden(m, l, inside), l->mlp_proj, l->mlp_proj_bias, l->mlp_norm, site);
     x = dt_add(x, gpt_dropout(r, gpt_moe_forward(r, l, n, inside), site));
     if (m->config.shared_experts == 0) return x;
     site = 2 * gpt_all_layers(m->config) + 1 + layer;
-    return gpt_branch(r, x, gpt_hidden(m, l, inside), l->mlp_proj, l->mlp_proj_bias, site);
+    return gpt_branch(r, x, gpt_hidden(m, l, inside), l->mlp_proj, l->mlp_proj_bias, NULL, site);
 }
 
 /* Runs one layer, or only its attention or its MLP if the stage has only this half. dt_block_at
@@ -946,6 +1058,7 @@ static inline dt_tensor *gpt_embed(dt_tensor *x, void *user) {
     gpt *m = r->model;
     (void)x;
     x = dt_vocab_embedding(m->wte, r->tokens.ids, m->config.tp, r->outside);
+    if (m->config.parts.gemma) x = dt_affine(x, sqrt((double)m->config.width), 0);
     if (m->config.arch == GPT_GPT2) {
         dt_tensor *here = dt_redistribute(r->positions, m->config.tp, DT_REPLICATE, r->outside);
         x = dt_add(x, dt_embedding(m->wpe, here));
@@ -1009,10 +1122,17 @@ static inline dt_tensor *gpt_layers_and_norm(gpt_pass r, dt_tensor *x) {
     return head ? gpt_norm(m, x, m->ln_f_gain, m->ln_f_bias) : x;
 }
 
+/* The logits of this rank's shard of the vocabulary, soft-capped if config asks for it. */
+static inline dt_tensor *gpt_logit_shard(const gpt_pass *r, dt_tensor *x) {
+    double cap = r->model->config.parts.logit_soft_cap;
+    x = dt_linear(gpt_enter(r, x), r->model->head, NULL);
+    return cap > 0 ? dt_affine(dt_tanh(dt_affine(x, 1 / cap, 0)), cap, 0) : x;
+}
+
 /* Computes the logits, (..,C) -> (..,V), and gathers their shards along V over tp. */
 static inline dt_tensor *gpt_head(const gpt_pass *r, dt_tensor *x) {
     const gpt *m = r->model;
-    x = dt_linear(gpt_enter(r, x), m->head, NULL);
+    x = gpt_logit_shard(r, x);
     if (!x || dt_comm_size(m->config.tp) == 1) return x;
     int last = x->shape.nd - 1;
     return dt_slice(
@@ -1088,8 +1208,8 @@ static inline void gpt_ahead(const int32_t *ids, const int32_t *labels, int64_t 
 /* Runs one pipeline stage. x is the output of the previous stage, or NULL at stage 0. Returns the
    input of the next stage. The last stage returns the loss instead: the sum of the cross-entropies
    over all labels (B,T) i32 that are >= 0, divided by `denominator`. One op computes head and
-   cross-entropy, so the complete logits are never in memory. The losses of multi-token prediction
-   are not in the loss, only in its gradient. */
+   cross-entropy, so the complete logits are never in memory, unless they are soft-capped. The
+   losses of multi-token prediction are not in the loss, only in its gradient. */
 static inline dt_tensor *gpt_stage_at(
     gpt *m, int stage, dt_tensor *x, gpt_tokens t, dt_tensor *labels, double denominator) {
     dt_loss_desc d = { .smoothing = t.step ? m->config.smoothing : 0 };
@@ -1102,6 +1222,10 @@ static inline dt_tensor *gpt_stage_at(
     x = gpt_layers_and_norm(r, x);
     if (stage + 1 < gpt_stages(m->config)) return x;
     x = gpt_mtp_losses(r, x, denominator, d);
+    if (m->config.parts.logit_soft_cap > 0) {
+        d.vocab = m->config.vocab;
+        return dt_vocab_cross_entropy(gpt_logit_shard(&r, x), labels, denominator, d, m->config.tp);
+    }
     return dt_vocab_linear_cross_entropy(
         x, m->head, labels, denominator, d, m->config.tp, r.outside);
 }
@@ -1162,7 +1286,7 @@ static inline void gpt_cache_close(gpt_cache *c) {
 
 static inline dt_status gpt_cache_open(gpt_cache *c, gpt *m) {
     gpt_config g = m->config;
-    int64_t D = g.mla.kv_rank ? gpt_size(g, 'x') : g.width / g.heads;
+    int64_t D = g.mla.kv_rank ? gpt_size(g, 'x') : gpt_head_dim(g);
     size_t token = (size_t)g.seq * dt_dtype_size(g.dtype), one[2];
     for (int i = 0; i < 2; i++) one[i] = token * (size_t)(m->kv.heads * D);
     if (g.mla.kv_rank)

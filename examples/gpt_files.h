@@ -1,5 +1,5 @@
-/* gpt_files.h - weight files for gpt.h: Hugging Face GPT-2, Llama and DeepSeek-V3, llm.c - public
-   domain or MIT, at your choice
+/* gpt_files.h - weight files for gpt.h: Hugging Face GPT-2, Llama, Mistral, Qwen 2 and 3, Gemma 2
+   and 3 (text), DeepSeek-V3, and llm.c - public domain or MIT, at your choice
 
    Include gpt_files.h after dt_zero.h and gpt.h. All functions are static. `path` names a
    safetensors file, a folder with model.safetensors or model.safetensors.index.json, or an llm.c
@@ -22,8 +22,9 @@
 
 // ==== Names ======================================================================================
 
-/* The names of each parameter of gpt_param_rows in the three file formats. In the file the names of
-   layer N's parameters begin with "h.N." for GPT-2 and with "layers.N." for Llama. All names except
+/* The names of each parameter of gpt_param_rows in the three file formats. The column `llama` also
+   holds for Mistral, Qwen and Gemma. In the file the names of layer N's parameters begin with "h.N."
+   for GPT-2 and with "layers.N." for Llama. All names except
    the head's also have a prefix, "transformer." or "model.", which some files omit. llm.c stores
    the same parameter of all layers in one tensor. GPT-2 stores the matrices of its layers
    transposed, (in,out). DeepSeek-V3 stores each expert in tensors of its own, and shared experts
@@ -43,11 +44,15 @@ static const gpt_name gpt_names[] = {
     { "ln_1.weight", "ln_1.weight", "input_layernorm.weight", "ln1w", 0, NULL },
     { "ln_1.bias", "ln_1.bias", NULL, "ln1b", 0, NULL },
     { "attn.q.weight", "attn.c_attn.weight", "self_attn.q_proj.weight", "qkvw", 1, NULL },
-    { "attn.q.bias", "attn.c_attn.bias", NULL, "qkvb", 1, NULL },
+    { "attn.q.bias", "attn.c_attn.bias", "self_attn.q_proj.bias", "qkvb", 1, NULL },
     { "attn.k.weight", "attn.c_attn.weight", "self_attn.k_proj.weight", "qkvw", 2, NULL },
-    { "attn.k.bias", "attn.c_attn.bias", NULL, "qkvb", 2, NULL },
+    { "attn.k.bias", "attn.c_attn.bias", "self_attn.k_proj.bias", "qkvb", 2, NULL },
     { "attn.v.weight", "attn.c_attn.weight", "self_attn.v_proj.weight", "qkvw", 3, NULL },
-    { "attn.v.bias", "attn.c_attn.bias", NULL, "qkvb", 3, NULL },
+    { "attn.v.bias", "attn.c_attn.bias", "self_attn.v_proj.bias", "qkvb", 3, NULL },
+    { "attn.q_norm.weight", NULL, "self_attn.q_norm.weight", NULL, 0, NULL },
+    { "attn.k_norm.weight", NULL, "self_attn.k_norm.weight", NULL, 0, NULL },
+    { "attn.norm.weight", NULL, "post_attention_layernorm.weight", NULL, 0, NULL },
+    { "mlp.norm.weight", NULL, "post_feedforward_layernorm.weight", NULL, 0, NULL },
     { "attn.proj.weight", "attn.c_proj.weight", "self_attn.o_proj.weight", "attprojw", 0, NULL },
     { "attn.proj.bias", "attn.c_proj.bias", NULL, "attprojb", 0, NULL },
     { "ln_2.weight", "ln_2.weight", "post_attention_layernorm.weight", "ln2w", 0, NULL },
@@ -94,6 +99,13 @@ static inline const gpt_name *gpt_name_of(const gpt_param_row *r) {
     return n;
 }
 
+/* Llama calls the norm before the MLP post_attention_layernorm. Gemma gives this name to the norm
+   after attn.proj. */
+static inline const char *gpt_llama_name(const gpt *m, const gpt_name *n) {
+    int pre_mlp = m->config.parts.gemma && strcmp(n->name, "ln_2.weight") == 0;
+    return pre_mlp ? "pre_feedforward_layernorm.weight" : n->llama;
+}
+
 static inline void gpt_full_name(char *out, size_t bytes, const gpt *m, const gpt_param_row *r,
     int layer, const char *name, const char *prefix) {
     int head = strcmp(r->name, "lm_head.weight") == 0;
@@ -128,8 +140,8 @@ static inline dt_weight_map gpt_file_location_of(
         part->row = gpt_is_in_layer(r) ? (layer * groups + (flat ? 0 : before)) * rows : 0;
         if (flat) part->file_columns = thirds * p.columns, part->column = before * p.columns;
     } else {
-        gpt_full_name(
-            p.name[0], sizeof p.name[0], m, r, layer, llama ? n->llama : n->gpt2, kind.prefix);
+        gpt_full_name(p.name[0], sizeof p.name[0], m, r, layer,
+            llama ? gpt_llama_name(m, n) : n->gpt2, kind.prefix);
         if (p.n == 2)
             gpt_full_name(p.name[1], sizeof p.name[1], m, r, layer, n->llama_second, kind.prefix);
         part->transposed = !llama && !flat && gpt_is_in_layer(r);
@@ -262,18 +274,136 @@ static inline void gpt_config_gpt2(dt_json *j, gpt_config *c) {
     gpt_key_must_be(j, "add_cross_attention", 0);
 }
 
-/* Reads the settings of the rotary embedding. Older files have the keys rope_theta and
-   rope_scaling; newer files have the same settings in rope_parameters. */
-static inline void gpt_config_rope(dt_json *j, gpt_config *c) {
-    int rope = gpt_key(j, 0, "rope_parameters", 0), scaling = gpt_key(j, 0, "rope_scaling", 0);
-    c->theta = gpt_key_number(j, rope < 0 ? 0 : rope, "rope_theta", 10000);
-    if (rope >= 0) gpt_key_word(j, rope, "rope_type", "default", "default");
-    if (rope >= 0 && gpt_key_number(j, rope, "partial_rotary_factor", 1) != 1)
-        dt_json_fail(j, rope, "partial_rotary_factor is not supported");
-    if (scaling >= 0) dt_json_fail(j, scaling, "rope_scaling is not supported");
+/* Returns the value of a key of an object, which must be a number above 0; if the key is missing
+   this is an error. */
+static inline double gpt_key_needed(dt_json *j, int object, const char *key) {
+    return gpt_key(j, object, key, 1) >= 0 ? gpt_key_number(j, object, key, 1) : 1;
 }
 
-static inline void gpt_config_llama(dt_json *j, gpt_config *c) {
+/* YaRN multiplies sines and cosines by a factor that is given, or follows from mscale. */
+static inline double gpt_yarn_attention(dt_json *j, int rope, double factor) {
+    double scale = gpt_key_number(j, rope, "mscale", 0),
+           all = gpt_key_number(j, rope, "mscale_all_dim", 0), given;
+    given = gpt_key_number(j, rope, "attention_factor", 0);
+    if (given > 0 || scale == 0 || all == 0) return given;
+    return (0.1 * scale * log(factor) + 1) / (0.1 * all * log(factor) + 1);
+}
+
+/* Reads RoPE scaling from the object `rope`; `required`: it must have a type. */
+static inline void gpt_config_scaling(dt_json *j, int rope, int required, gpt_config *c) {
+    static const char *const kinds[] = { "default", "linear", "llama3", "yarn" };
+    int node = gpt_key(j, rope, "rope_type", 0), kind = 0, truncate = 1, at;
+    if (node < 0) node = gpt_key(j, rope, "type", 0);
+    if (node < 0 && required) gpt_key(j, rope, "rope_type", 1);
+    const char *type = node < 0 ? kinds[0] : dt_json_string(j, node, NULL);
+    while (kind < 4 && !(type && strcmp(type, kinds[kind]) == 0)) kind++;
+    if (kind == 4) {
+        dt_json_fail(j, node, "rope_type %s is not supported; default, linear, llama3 and yarn are",
+            type ? type : "(no string)");
+        return;
+    }
+    if (gpt_key_number(j, rope, "partial_rotary_factor", 1) != 1)
+        dt_json_fail(j, rope, "partial_rotary_factor is not supported");
+    if (kind == DT_ROPE_UNSCALED) return;
+    dt_rope_scaling *s = &c->parts.rope;
+    s->kind = kind;
+    s->factor = gpt_key_needed(j, rope, "factor");
+    if (kind == DT_ROPE_LINEAR) return;
+    s->original = gpt_key_number(j, rope, "original_max_position_embeddings", c->seq);
+    if (kind == DT_ROPE_LLAMA3) {
+        s->low = gpt_key_needed(j, rope, "low_freq_factor");
+        s->high = gpt_key_needed(j, rope, "high_freq_factor");
+        return;
+    }
+    s->low = gpt_key_number(j, rope, "beta_slow", 1);
+    s->high = gpt_key_number(j, rope, "beta_fast", 32);
+    s->attention = gpt_yarn_attention(j, rope, s->factor);
+    at = gpt_key(j, rope, "truncate", 0);
+    if (at >= 0 && !dt_json_bool(j, at, &truncate))
+        dt_json_fail(j, at, "truncate: true or false is needed");
+    s->exact_bounds = !truncate;
+}
+
+/* Reads the settings of the rotary embedding. Older files have the keys rope_theta and
+   rope_scaling; newer files have the same settings in rope_parameters. Gemma 3 has settings for
+   local layers and for global layers: in older files the keys rope_local_base_freq and rope_theta,
+   in newer files two objects in rope_parameters. */
+static inline void gpt_config_rope(dt_json *j, gpt_config *c, int gemma_3) {
+    int rope = gpt_key(j, 0, "rope_parameters", 0), scaling = gpt_key(j, 0, "rope_scaling", 0);
+    int local = rope < 0 ? -1 : gpt_key(j, rope, "sliding_attention", 0);
+    if (gemma_3 && rope >= 0 && gpt_key(j, rope, "full_attention", 0) >= 0)
+        rope = gpt_key(j, rope, "full_attention", 0);
+    c->theta = gpt_key_number(j, rope < 0 ? 0 : rope, "rope_theta",
+        gpt_key_number(j, 0, "rope_theta", gemma_3 ? 1e6 : 10000));
+    if (rope >= 0 || scaling >= 0) gpt_config_scaling(j, rope >= 0 ? rope : scaling, rope < 0, c);
+    if (!gemma_3) return;
+    c->parts.local_theta = gpt_key_number(
+        j, local < 0 ? 0 : local, local < 0 ? "rope_local_base_freq" : "rope_theta", 10000);
+    if (local >= 0) gpt_key_word(j, local, "rope_type", "default", "default");
+}
+
+/* Reads which layers are local: from layer_types, or else every sliding_window_pattern-th layer is
+   global; `pattern` is the default. */
+static inline void gpt_config_layer_types(dt_json *j, gpt_config *c, int pattern) {
+    int list = gpt_key(j, 0, "layer_types", 0), N = 0, global = 0;
+    if (list < 0) {
+        c->parts.global_every = gpt_key_int(j, "sliding_window_pattern", pattern, 1 << 20);
+        return;
+    }
+    if (dt_json_count(j, list) != c->layers) {
+        dt_json_fail(j, list, "layer_types: one for each of %d layers is needed", c->layers);
+        return;
+    }
+    for (int i = 0; i < c->layers; i++) {
+        const char *type = dt_json_string(j, dt_json_at(j, list, i), NULL);
+        int full = type && strcmp(type, "full_attention") == 0;
+        if (!full && !(type && strcmp(type, "sliding_attention") == 0))
+            dt_json_fail(j, list,
+                "layer_types %s is not supported; full_attention and "
+                "sliding_attention are",
+                type ? type : "(no string)");
+        if (full && N == 0) N = i + 1;
+        global += full;
+        if (N > 0 && full != ((i + 1) % N == 0))
+            dt_json_fail(j, list,
+                "layer_types: only a full_attention in every N-th layer is "
+                "supported; layer %d breaks the pattern of %d",
+                i, N);
+    }
+    c->parts.global_every = N;
+    if (global == c->layers) c->parts.window = c->parts.global_every = 0;
+}
+
+/* The models with the architecture of Llama. */
+enum {
+    GPT_FILE_LLAMA,
+    GPT_FILE_MISTRAL,
+    GPT_FILE_QWEN2,
+    GPT_FILE_QWEN3,
+    GPT_FILE_GEMMA2,
+    GPT_FILE_GEMMA3,
+    GPT_FILE_KINDS
+};
+static const char *const gpt_model_types[] = { "llama", "mistral", "qwen2", "qwen3", "gemma2",
+    "gemma3_text" };
+
+static inline void gpt_config_gemma(dt_json *j, gpt_config *c, int kind) {
+    c->parts.gemma = 1;
+    c->parts.query_scalar = gpt_key_number(j, 0, "query_pre_attn_scalar", 256);
+    c->parts.window = gpt_key_int(j, "sliding_window", 4096, 1 << 30);
+    gpt_config_layer_types(j, c, kind == GPT_FILE_GEMMA3 ? 6 : 2);
+    if (kind == GPT_FILE_GEMMA2)
+        c->parts.attn_soft_cap = gpt_key_number(j, 0, "attn_logit_softcapping", 0);
+    else if (gpt_key(j, 0, "attn_logit_softcapping", 0) >= 0)
+        dt_json_fail(j, dt_json_find(j, 0, "attn_logit_softcapping"),
+            "attn_logit_softcapping is not supported in gemma3_text");
+    c->parts.logit_soft_cap = gpt_key_number(j, 0, "final_logit_softcapping", 0);
+    gpt_key_word(j, 0, "hidden_activation", "gelu_pytorch_tanh", "gelu_pytorch_tanh");
+    gpt_key_must_be(j, "use_bidirectional_attention", 0);
+}
+
+static inline void gpt_config_llama(dt_json *j, gpt_config *c, int kind) {
+    int gemma = kind >= GPT_FILE_GEMMA2, qwen = kind == GPT_FILE_QWEN2 || kind == GPT_FILE_QWEN3;
     c->arch = GPT_LLAMA;
     c->layers = gpt_key_int(j, "num_hidden_layers", 0, GPT_MAX_LAYERS);
     c->width = gpt_key_int(j, "hidden_size", 0, 1 << 24);
@@ -282,14 +412,26 @@ static inline void gpt_config_llama(dt_json *j, gpt_config *c) {
     c->ffn = gpt_key_int(j, "intermediate_size", 0, 1 << 26);
     c->seq = gpt_key_int(j, "max_position_embeddings", 0, 1 << 26);
     c->norm_eps = gpt_key_number(j, 0, "rms_norm_eps", 1e-6);
-    gpt_config_rope(j, c);
-    gpt_key_word(j, 0, "hidden_act", "silu", "swish");
+    int dim = c->heads > 0 && c->width >= c->heads ? c->width / c->heads : 1;
+    if (kind == GPT_FILE_QWEN3) dim = 128;
+    if (gemma) dim = 256;
+    dim = gpt_key_int(j, "head_dim", dim, 1 << 24);
+    if ((int64_t)dim * c->heads != c->width) c->parts.head_dim = dim;
+    if (dim % 2 != 0)
+        dt_json_fail(j, dt_json_find(j, 0, "head_dim"),
+            "a head_dim of %d is odd: the rotary embedding rotates pairs", dim);
+    c->parts.qk_norm = kind == GPT_FILE_QWEN3 || kind == GPT_FILE_GEMMA3;
+    c->parts.qkv_bias = kind == GPT_FILE_QWEN2;
+    if (kind == GPT_FILE_MISTRAL || (qwen && gpt_key_bool(j, "use_sliding_window", 0)))
+        c->parts.window = gpt_key_int(j, "sliding_window", qwen ? 4096 : INT32_MAX, INT32_MAX);
+    if (kind == GPT_FILE_MISTRAL && c->parts.window == INT32_MAX) c->parts.window = 0;
+    if (qwen && c->parts.window) gpt_config_layer_types(j, c, 0);
+    if (gemma) gpt_config_gemma(j, c, kind);
+    gpt_config_rope(j, c, kind == GPT_FILE_GEMMA3);
+    if (c->parts.window == 0) c->parts.global_every = 0, c->parts.local_theta = 0;
+    if (!gemma) gpt_key_word(j, 0, "hidden_act", "silu", "swish");
     gpt_key_must_be(j, "attention_bias", 0);
     gpt_key_must_be(j, "mlp_bias", 0);
-    int dim = c->heads > 0 ? c->width / c->heads : 1;
-    if (gpt_key_int(j, "head_dim", dim > 0 ? dim : 1, 1 << 24) != dim)
-        dt_json_fail(j, dt_json_find(j, 0, "head_dim"),
-            "head_dim is not hidden_size / num_attention_heads, %d", dim);
 }
 
 /* As gpt_key_int, but the value may be 0, and a missing key means 0. */
@@ -351,19 +493,25 @@ static inline void gpt_config_read(dt_json *j, gpt_config *c, int head) {
     c->vocab = gpt_key_int(j, "vocab_size", 0, 1 << 30);
     if (type && strcmp(type, "gpt2") == 0)
         gpt_config_gpt2(j, c);
-    else if (type && strcmp(type, "llama") == 0)
-        gpt_config_llama(j, c);
     else if (type && strcmp(type, "deepseek_v3") == 0)
         gpt_config_deepseek(j, c);
-    else
-        dt_json_fail(j, node, "model_type %s is not supported; gpt2, llama and deepseek_v3 are",
-            type ? type : "(no string)");
-    c->tied = gpt_key_bool(j, "tie_word_embeddings", !head);
+    else {
+        int kind = 0;
+        while (kind < GPT_FILE_KINDS && !(type && strcmp(type, gpt_model_types[kind]) == 0)) kind++;
+        if (kind < GPT_FILE_KINDS)
+            gpt_config_llama(j, c, kind);
+        else
+            dt_json_fail(j, node,
+                "model_type %s is not supported; gpt2, llama, mistral, qwen2, qwen3, gemma2, "
+                "gemma3_text and deepseek_v3 are",
+                type ? type : "(no string)");
+    }
+    c->tied = gpt_key_bool(j, "tie_word_embeddings", c->parts.gemma || !head);
     if (gpt_key(j, 0, "quantization_config", 0) >= 0)
         dt_json_fail(
             j, dt_json_find(j, 0, "quantization_config"), "quantization_config is not supported");
     if (c->heads > 0 && c->kv_heads > 0 &&
-        (c->width % c->heads != 0 || c->heads % c->kv_heads != 0))
+        ((c->parts.head_dim == 0 && c->width % c->heads != 0) || c->heads % c->kv_heads != 0))
         dt_json_fail(j, 0, "a width of %d with %d heads and %d of keys and values", c->width,
             c->heads, c->kv_heads);
 }
@@ -431,16 +579,101 @@ static inline gpt_config gpt_config_from(dt_ctx *ctx, const char *path) {
     return dt_error(ctx) == DT_OK ? c : none;
 }
 
-static inline void gpt_write_rope(dt_json_out *o, const gpt_config *c, double theta) {
+/* Returns which of the models with the architecture of Llama this is. */
+static inline int gpt_file_model(const gpt_config *c) {
+    if (c->parts.gemma) return c->parts.qk_norm ? GPT_FILE_GEMMA3 : GPT_FILE_GEMMA2;
+    if (c->parts.qk_norm) return GPT_FILE_QWEN3;
+    if (c->parts.qkv_bias) return GPT_FILE_QWEN2;
+    return c->parts.window ? GPT_FILE_MISTRAL : GPT_FILE_LLAMA;
+}
+
+/* Returns 1 if config.json of the model's kind can express all its parts. */
+static inline int gpt_file_has_parts(const gpt_config *c) {
+    const gpt_parts *p = &c->parts;
+    int kind = gpt_file_model(c), gemma_3 = kind == GPT_FILE_GEMMA3, capped = p->attn_soft_cap > 0;
+    if (p->qkv_bias && (p->qk_norm || p->gemma)) return 0;
+    if (kind == GPT_FILE_MISTRAL && p->global_every) return 0;
+    if (p->local_theta > 0 && !gemma_3) return 0;
+    /* in Gemma 3's file only global layers have RoPE scaling */
+    if (gemma_3 && p->window && p->rope.kind && p->local_theta == 0) return 0;
+    if (gemma_3 && capped) return 0;
+    return p->gemma || (p->query_scalar == 0 && !capped && p->logit_soft_cap == 0);
+}
+
+/* Writes the object `key` with the settings of the rotary embedding; theta 0 leaves the base
+   out. */
+static inline void gpt_write_rope(
+    dt_json_out *o, const char *key, double theta, dt_rope_scaling s) {
+    static const char *const kinds[] = { "default", "linear", "llama3", "yarn" };
+    dt_json_open(o, key, '{');
+    if (theta > 0) dt_json_put_number(o, "rope_theta", theta);
+    dt_json_put_string(o, "rope_type", kinds[s.kind]);
+    if (s.kind) dt_json_put_float(o, "factor", s.factor);
+    if (s.kind >= DT_ROPE_LLAMA3)
+        dt_json_put_int(o, "original_max_position_embeddings", (int64_t)s.original);
+    if (s.kind == DT_ROPE_LLAMA3) {
+        dt_json_put_float(o, "low_freq_factor", s.low > 0 ? s.low : 1);
+        dt_json_put_float(o, "high_freq_factor", s.high > 0 ? s.high : 4);
+    }
+    if (s.kind == DT_ROPE_YARN) {
+        dt_json_put_float(o, "beta_slow", s.low > 0 ? s.low : 1);
+        dt_json_put_float(o, "beta_fast", s.high > 0 ? s.high : 32);
+        if (s.attention > 0) dt_json_put_float(o, "attention_factor", s.attention);
+        dt_json_put_bool(o, "truncate", !s.exact_bounds);
+    }
+    dt_json_close(o, '}');
+}
+
+static inline void gpt_write_window(dt_json_out *o, const gpt_config *c, int kind) {
+    const gpt_parts *p = &c->parts;
+    dt_json_put_int(o, "sliding_window", p->window ? p->window : 4096);
+    if (kind == GPT_FILE_MISTRAL) return;
+    if (kind == GPT_FILE_QWEN2 || kind == GPT_FILE_QWEN3)
+        dt_json_put_bool(o, "use_sliding_window", 1);
+    dt_json_open(o, "layer_types", '[');
+    for (int i = 0; i < c->layers; i++)
+        dt_json_put_string(o, NULL, gpt_is_local(*c, i) ? "sliding_attention" : "full_attention");
+    dt_json_close(o, ']');
+}
+
+static inline void gpt_write_soft_cap(dt_json_out *o, const char *key, double cap) {
+    if (cap > 0)
+        dt_json_put_float(o, key, cap);
+    else
+        dt_json_put_string(o, key, NULL);
+}
+
+/* Writes the keys of a model with the architecture of Llama, besides its sizes. rope_theta and
+   rope_scaling are for releases of transformers before 5. */
+static inline void gpt_write_llama(dt_json_out *o, const gpt_config *c) {
+    const gpt_parts *p = &c->parts;
+    const dt_rope_scaling none = { .kind = DT_ROPE_UNSCALED };
+    double theta = c->theta > 0 ? c->theta : 10000;
+    int kind = gpt_file_model(c), gemma = kind >= GPT_FILE_GEMMA2;
     dt_json_put_number(o, "rms_norm_eps", c->norm_eps > 0 ? c->norm_eps : 1e-5);
     dt_json_put_number(o, "rope_theta", theta);
-    dt_json_open(o, "rope_parameters", '{');
-    dt_json_put_number(o, "rope_theta", theta);
-    dt_json_put_string(o, "rope_type", "default");
-    dt_json_close(o, '}');
-    dt_json_put_string(o, "hidden_act", "silu");
+    if (p->rope.kind) gpt_write_rope(o, "rope_scaling", 0, p->rope);
+    if (kind == GPT_FILE_GEMMA3) {
+        double local = p->local_theta > 0 ? p->local_theta : theta;
+        dt_json_put_number(o, "rope_local_base_freq", local);
+        dt_json_open(o, "rope_parameters", '{');
+        gpt_write_rope(o, "full_attention", theta, p->rope);
+        gpt_write_rope(o, "sliding_attention", local, none);
+        dt_json_close(o, '}');
+    } else {
+        gpt_write_rope(o, "rope_parameters", theta, p->rope);
+    }
+    dt_json_put_string(
+        o, gemma ? "hidden_activation" : "hidden_act", gemma ? "gelu_pytorch_tanh" : "silu");
     dt_json_put_bool(o, "attention_bias", 0);
     dt_json_put_bool(o, "mlp_bias", 0);
+    if (kind != GPT_FILE_LLAMA || p->head_dim) dt_json_put_int(o, "head_dim", gpt_head_dim(*c));
+    if (p->window || gemma) gpt_write_window(o, c, kind);
+    if (!gemma) return;
+    dt_json_put_number(
+        o, "query_pre_attn_scalar", p->query_scalar > 0 ? p->query_scalar : gpt_head_dim(*c));
+    gpt_write_soft_cap(o, "attn_logit_softcapping", p->attn_soft_cap);
+    gpt_write_soft_cap(o, "final_logit_softcapping", p->logit_soft_cap);
 }
 
 static inline void gpt_write_deepseek(dt_json_out *o, const gpt_config *c) {
@@ -473,7 +706,7 @@ static inline void gpt_write_deepseek(dt_json_out *o, const gpt_config *c) {
     dt_json_put_bool(o, "rope_interleave", 1);
     dt_json_put_string(o, "bos_token_id", NULL);
     dt_json_put_string(o, "eos_token_id", NULL);
-    gpt_write_rope(o, c, c->theta > 0 ? c->theta : 10000);
+    gpt_write_rope(o, "rope_parameters", c->theta > 0 ? c->theta : 10000, c->parts.rope);
 }
 
 static inline void gpt_write_config(dt_json_out *o, const gpt_config *c) {
@@ -483,12 +716,17 @@ static inline void gpt_write_config(dt_json_out *o, const gpt_config *c) {
             "intermediate_size", "max_position_embeddings" } };
     static const char *const types[] = { "float32", "bfloat16", "float16", "float64" };
     const int sizes[6] = { c->layers, c->width, c->heads, c->kv_heads, c->ffn, c->seq };
-    int llama = c->arch == GPT_LLAMA, deepseek = gpt_is_deepseek(*c);
-    dt_json_put_string(o, "model_type", deepseek ? "deepseek_v3" : llama ? "llama" : "gpt2");
+    static const char *const classes[] = { "LlamaForCausalLM", "MistralForCausalLM",
+        "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM" };
+    int llama = c->arch == GPT_LLAMA, deepseek = gpt_is_deepseek(*c), kind = gpt_file_model(c);
+    dt_json_put_string(o, "model_type",
+        deepseek ? "deepseek_v3"
+        : llama  ? gpt_model_types[kind]
+                 : "gpt2");
     dt_json_open(o, "architectures", '[');
     dt_json_put_string(o, NULL,
         deepseek ? "DeepseekV3ForCausalLM"
-        : llama  ? "LlamaForCausalLM"
+        : llama  ? classes[kind]
                  : "GPT2LMHeadModel");
     dt_json_close(o, ']');
     dt_json_put_string(o, "dtype", types[c->dtype]);
@@ -508,7 +746,7 @@ static inline void gpt_write_config(dt_json_out *o, const gpt_config *c) {
         dt_json_put_string(o, "eos_token_id", NULL);
     }
     if (llama) {
-        gpt_write_rope(o, c, c->theta > 0 ? c->theta : 10000);
+        gpt_write_llama(o, c);
         return;
     }
     dt_json_put_number(o, "layer_norm_epsilon", c->norm_eps > 0 ? c->norm_eps : 1e-5);
@@ -584,6 +822,10 @@ static inline dt_status gpt_load_fits(gpt *m, const char *path, dt_llmc h) {
     if ((c.experts || c.mla.kv_rank || c.mtp) && (h.version || !gpt_is_deepseek(c)))
         return dt_fail(m->ctx, DT_ERR_UNSUPPORTED,
             "%s: this version has no weight files for MoE models", path);
+    if (c.arch == GPT_LLAMA && !gpt_file_has_parts(&c))
+        return dt_fail(m->ctx, DT_ERR_UNSUPPORTED,
+            "%s: no model of transformers has this combination of config.parts; %s is the nearest",
+            path, gpt_model_types[gpt_file_model(&c)]);
     if (!h.version && (c.arch == GPT_LLAMA || c.kv_heads == c.heads)) return DT_OK;
     if (!h.version)
         return dt_fail(m->ctx, DT_ERR_IO,

@@ -149,14 +149,17 @@ struct attention_case {
     dt_dtype dtype;
     int64_t batch, tq, tk, heads, kv_heads, dim;
     int causal, sight, placement, wide, accumulate; // forward: merge
+    int window = 0;                                 // 0: none
+    double cap = 0;                                 // soft-capping; 0: none
 };
 
 static std::string name_of(const char *what, const attention_case &c) {
     return dtc_text("%s %s, batch %ld, %ld queries, %ld keys, %ld/%ld heads of %ld, causal %d, "
                     "sight %d, placed %d, "
-                    "wide %d, added %d",
+                    "wide %d, added %d, window %d, cap %g",
         dt_dtype_name(c.dtype), what, (long)c.batch, (long)c.tq, (long)c.tk, (long)c.heads,
-        (long)c.kv_heads, (long)c.dim, c.causal, c.sight, c.placement, c.wide, c.accumulate);
+        (long)c.kv_heads, (long)c.dim, c.causal, c.sight, c.placement, c.wide, c.accumulate,
+        c.window, c.cap);
 }
 
 enum { Q, K, V, Q_POSITION, K_POSITION, Q_DOCUMENT, K_DOCUMENT, WORK, OUT, LSE, DOUT, DQ, DK, DV };
@@ -206,7 +209,7 @@ static arrays attention_arrays(const attention_case &c) {
 }
 
 static dt_attention_mask mask_of(const attention_case &c, const arrays &x) {
-    dt_attention_mask s = { c.causal, NULL, NULL, NULL, NULL };
+    dt_attention_mask s = { c.causal, NULL, NULL, NULL, NULL, c.window };
     if (c.sight >= ZIGZAG && c.sight < SIGHTS)
         s.q_position = x[Q_POSITION].i(), s.k_position = x[K_POSITION].i();
     if (c.sight == DOCUMENTS || c.sight == SHUFFLED || c.sight == QUARTER)
@@ -225,7 +228,7 @@ static dt_status run_attention(const dt_kernels *t, const attention_case &c, int
     a.batch = c.batch, a.tq = c.tq, a.tk = c.tk, a.heads = c.heads, a.kv_heads = c.kv_heads,
     a.dim = c.dim;
     a.scale = 1 / sqrt((double)c.dim), a.mask = mask_of(c, x), a.merge_lse = merge, a.wide = c.wide;
-    a.work = x[WORK].data(), a.work_bytes = x[WORK].bytes();
+    a.work = x[WORK].data(), a.work_bytes = x[WORK].bytes(), a.soft_cap = c.cap;
     return t->attention(&a, NULL);
 }
 
@@ -244,7 +247,7 @@ static dt_status run_attention_back(
     a.scale = 1 / sqrt((double)c.dim), a.mask = mask_of(c, x), a.wide = c.wide;
     a.accumulate_q = c.accumulate & 1, a.accumulate_k = c.accumulate >> 1 & 1,
     a.accumulate_v = c.accumulate >> 2 & 1;
-    a.work = x[WORK].data(), a.work_bytes = x[WORK].bytes();
+    a.work = x[WORK].data(), a.work_bytes = x[WORK].bytes(), a.soft_cap = c.cap;
     return t->attention_back(&a, NULL);
 }
 
@@ -335,6 +338,23 @@ static void test_attention_fields() {
         for (int leave = 0; leave < 8; leave++)
             compare_attention_back(
                 { DT_BF16, 1, 20, 35, 2, 1, dim, 1, DEFAULT, ALIGNED, 0, 0 }, 1, leave);
+}
+
+// Sliding windows and soft-capping, with and without mask arrays; windows shorter and longer than a
+// tile.
+static void test_attention_window() {
+    for (dt_dtype dtype : TYPES) {
+        if (only_bf16 && dtype != DT_BF16) continue;
+        if (dtype == DT_F16) continue; // the code paths of bf16
+        for (int window : { 1, 20, 100 })
+            for (int sight : { DEFAULT, DOCUMENTS, SHUFFLED }) {
+                compare_both({ dtype, 1, 150, 150, 2, 1, 16, 1, sight, ALIGNED, 0, 0, window });
+                compare_both({ dtype, 1, 70, 190, 1, 1, 72, 1, sight, ALIGNED, 1, 0, window, 0.7 });
+            }
+        compare_both({ dtype, 2, 37, 60, 2, 2, 32, 0, DEFAULT, ALIGNED, 0, 0, 0, 0.5 });
+        compare_both({ dtype, 1, 150, 60, 1, 1, 72, 1, ZIGZAG, ODD, 0, 0, 20, 0.5 });
+        compare_both({ dtype, 1, 300, 300, 1, 1, 128, 1, DEFAULT, ALIGNED, 0, 0, 30 }, 3);
+    }
 }
 
 // Attention over half of the keys, merged with attention over the other half, equals attention over
@@ -452,6 +472,7 @@ static void test_products_and_attention() {
     if (CUDA_ORDERS > 1) test_product_fusions();
     test_attention_lengths();
     test_attention_fields();
+    test_attention_window();
     test_merge();
     test_small_scratch();
     test_attention_refusals();
@@ -461,6 +482,7 @@ static void test_products_and_attention() {
     dtc_this_machine.threads = 32;
     test_attention_lengths();
     test_attention_fields();
+    test_attention_window();
     test_mma<bf16>();
     test_mma<f16>();
 #endif

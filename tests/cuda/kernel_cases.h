@@ -630,6 +630,8 @@ static void test_rope() {
                 in_place = code >> 3;
             size_t count = c.tokens * c.heads * c.dim;
             arrays a;
+            dt_rope_scaling scaling = { DT_ROPE_YARN, 4, 100, 1, 8, 1.25, 0 };
+            if (c.tokens % 2 == 0) scaling.kind = DT_ROPE_UNSCALED;
             if (in_place && accumulate) continue;
             put(a, in_place ? ODD : ALIGNED, count, 2);
             put(a, in_place ? ODD : ALIGNED, count, EXACT);
@@ -640,8 +642,8 @@ static void test_rope() {
                 a, [=](const dt_kernels *t, arrays &x) {
                     if (in_place && count) memcpy(x[0].data(), x[1].data(), x[1].bytes());
                     dt_rope_args args = { TYPE, x[0].data(), x[in_place ? 0 : 1].data(), x[2].i(),
-                        c.tokens, c.heads, c.dim, c.rotary, 10000, interleaved, inverse,
-                        accumulate };
+                        c.tokens, c.heads, c.dim, c.rotary, 10000, interleaved, inverse, accumulate,
+                        scaling };
                     return t->rope(&args, NULL);
                 });
         }
@@ -757,7 +759,7 @@ static void compare_norm(
         [=](const dt_kernels *t, arrays &x) {
             dt_norm_args args = { TYPE, x[0].data(), rms ? NULL : x[1].data(), x[2].data(),
                 x[3].data(), x[4].data(), rms ? NULL : x[5].data(), rows, cols, eps, rms,
-                x[6].data(), x[6].bytes() };
+                x[6].data(), x[6].bytes(), rows % 2 ? 1.0 : 0.0 };
             return t->norm(&args, NULL);
         },
         orders);
@@ -806,7 +808,7 @@ static void compare_norm_back(const norm_case &c, int placement, size_t orders =
             dt_norm_back_args args = { TYPE, out[0], out[1], out[2], x[c.in_place ? 0 : 3].data(),
                 x[4].data(), x[5].data(), c.rms ? NULL : x[6].data(), x[7].data(), c.rows, c.cols,
                 c.accumulate & 1, c.accumulate >> 1 & 1, c.accumulate >> 2 & 1, c.rms, c.wide & 1,
-                c.wide >> 1, x[8].data(), x[8].bytes() };
+                c.wide >> 1, x[8].data(), x[8].bytes(), c.rows % 2 ? 1.0 : 0.0 };
             return t->norm_back(&args, NULL);
         },
         orders);

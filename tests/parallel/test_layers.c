@@ -970,7 +970,8 @@ enum {
     PACKINGS
 };
 typedef struct context_case {
-    int kind, B, T, H, K, D, full, packing, wrap, same, dtype;
+    int kind, B, T, H, K, D, full, packing, wrap, same, dtype, window;
+    double cap;
 } context_case;
 typedef struct context_values {
     double v[4][C_MOST];
@@ -983,7 +984,7 @@ typedef struct context_world {
 typedef struct context_rank {
     dt_tensor *k, *v;
     dt_cp *context;
-    dt_attn_desc alone;
+    dt_attn_desc alone, options; /* of dt_attention, and of dt_cp_attention_at */
     int plain;
 } context_rank;
 
@@ -1006,8 +1007,9 @@ static void place_of(
 
 static dt_tensor *context_block(dt_tensor *q, void *user) {
     context_rank *r = (context_rank *)user;
-    return r->plain ? dt_attention(q, r->k, r->v, r->alone)
-                    : dt_cp_attention(q, r->k, r->v, r->context);
+    if (r->plain) return dt_attention(q, r->k, r->v, r->alone);
+    return r->options.window ? dt_cp_attention_at(q, r->k, r->v, r->context, r->options)
+                             : dt_cp_attention(q, r->k, r->v, r->context);
 }
 
 /* This rank's tokens of noise (B,T,heads,D). */
@@ -1043,6 +1045,8 @@ static void context_mask(dt_ctx *ctx, context_case c, dt_comm *comm, context_ran
         for (int k = 0; k < 2; k++)
             at[k][i] =
                 whole[k][i / c.T * c.T + dt_cp_token(c.kind, c.T, n, i % c.T / own, i % own)];
+    r->options =
+        (dt_attn_desc){ .window = c.window, .soft_cap = c.cap, .scale = c.window ? 0.8 : 0 };
     int positions = c.packing != PACKED_NOT, documents = positions && c.packing != PACKED_STRETCHED;
     if (!r->plain) {
         r->context = dt_cp_make(ctx, comm,
@@ -1055,7 +1059,8 @@ static void context_mask(dt_ctx *ctx, context_case c, dt_comm *comm, context_ran
         memset(at, 0x55, sizeof at); /* dt_cp_make has copied the array */
         return;
     }
-    r->alone = (dt_attn_desc){ .full = c.full };
+    r->alone = r->options;
+    r->alone.full = c.full;
     if (positions) r->alone.positions = dt_input(ctx, DT_I32, DT_SHAPE(c.B, c.T), whole[0]);
     if (documents) r->alone.documents = dt_input(ctx, DT_I32, DT_SHAPE(c.B, c.T), whole[1]);
 }
@@ -1127,9 +1132,10 @@ static void context_compare(const context_world *w, int ranks) {
         size_t n = (size_t)(c.B * c.T * (t < 2 ? c.H : c.K) * c.D);
         const char *bad = unequal(w->got.v[t], w->one.v[t], n, tol[c.dtype], text, sizeof text);
         CHECK_MSG(!bad,
-            "%s over %d, (%d,%d,%d/%d,%d) %s, full %d, packing %d, wrap %d, same %d: %s %s",
+            "%s over %d, (%d,%d,%d/%d,%d) %s, full %d, packing %d, wrap %d, same %d, window %d: %s "
+            "%s",
             kind_names[c.kind], ranks, c.B, c.T, c.H, c.K, c.D, dt_dtype_name(context_type(&c)),
-            c.full, c.packing, c.wrap, c.same, names[t], bad);
+            c.full, c.packing, c.wrap, c.same, c.window, names[t], bad);
     }
 }
 
@@ -1149,6 +1155,8 @@ static int context_case_of(int i, int ranks, context_case *c) {
     c->D = 1 + i / 96 % 4;
     c->T = 2 * (ranks < 3 ? 4 : ranks) * (1 + (i / 48 % 8 == 1));
     if (c->same) c->K = c->H;
+    c->window = !c->full && i / 48 % 2 ? 1 + i / 48 % 4 : 0;
+    c->cap = c->window && i / 48 % 4 == 1 ? 0.3 : 0;
     /* many threads on few cores are slow, so 8 ranks run only some cases */
     if (ranks == 8 && 0x7a >> i / 48 & 1) return 0;
     if (c->full && i / 48 % 2) return 0;
@@ -1558,6 +1566,7 @@ static const bad_call bad_calls[] = {
     { "5 heads over 2 ranks of tp", DT_ERR_ARG },                /* 30: gpt */
     /* 31: gpt, positions under cp */
     { "of all ranks' tokens", DT_ERR_ARG },
+    { "only window, soft_cap and scale", DT_ERR_ARG }, /* 32: attention, options */
 };
 
 static dt_tensor *bad_attention(dt_ctx *ctx, int which, dt_comm *comm) {
@@ -1576,6 +1585,8 @@ static dt_tensor *bad_attention(dt_ctx *ctx, int which, dt_comm *comm) {
     dt_cp *c = dt_cp_make(ctx, comm, d);
     dt_tensor *q = dt_input(ctx, type, s, NULL),
               *vs = which == 19 ? NULL : dt_input(ctx, type, v, NULL);
+    if (which == 32) /* the mask is that of dt_cp_make */
+        return dt_cp_attention_at(q, q, q, c, (dt_attn_desc){ .full = 1 });
     return dt_cp_attention(q, dt_input(ctx, type, k, NULL), vs, which == 18 ? NULL : c);
 }
 
@@ -1624,7 +1635,7 @@ static dt_status bad_call_main(dt_ctx *ctx, void *user) {
         y = dt_vocab_linear_cross_entropy(
             i == 13 ? NULL : x, i == 14 ? NULL : w, ids, 3, none, comm, all);
     else
-        y = i < 30 ? bad_attention(ctx, i, comm) : bad_gpt(ctx, i, comm);
+        y = i < 30 || i == 32 ? bad_attention(ctx, i, comm) : bad_gpt(ctx, i, comm);
     CHECK_MSG(!y && dt_error(ctx) != DT_OK, "bad call %d is accepted", i);
     /* sticky */
     CHECK(!dt_column_linear(x, w, NULL, plain, comm, all) &&

@@ -1380,13 +1380,19 @@ static void reductions(void) {
 typedef struct heads {
     int64_t B, TQ, TK, H, K, D;
     dt_attention_mask sight;
+    double cap; /* soft-capping; 0: none */
 } heads;
+
+static double capped(const heads *h, double score) {
+    return h->cap > 0 ? h->cap * tanh(score / h->cap) : score;
+}
 
 static int sees(const heads *h, int64_t s, int64_t i, int64_t j) {
     const dt_attention_mask *g = &h->sight;
     int32_t p = g->q_position ? g->q_position[s * h->TQ + i] : (int32_t)(i + h->TK - h->TQ);
     int32_t q = g->k_position ? g->k_position[s * h->TK + j] : (int32_t)j;
     if (g->causal && q > p) return 0;
+    if (g->window && q <= (int64_t)p - g->window) return 0;
     return !g->q_document || g->q_document[s * h->TQ + i] == g->k_document[s * h->TK + j];
 }
 
@@ -1409,7 +1415,7 @@ static void naive_attention(const heads *h, dt_dtype t, const void *q, const voi
                     for (int64_t d = 0; d < h->D; d++)
                         dot += get(q, t, place(h, 0, s, i, head, d)) *
                                get(k, t, place(h, 1, s, j, head, d));
-                    p[j] = sees(h, s, i, j) ? exp(0.6 * dot) : 0;
+                    p[j] = sees(h, s, i, j) ? exp(capped(h, 0.6 * dot)) : 0;
                     sum += p[j];
                 }
                 lse[(s * h->H + head) * h->TQ + i] = sum > 0 ? log(sum) : -INFINITY;
@@ -1442,8 +1448,9 @@ static void naive_attention_back(const heads *h, const dt_attention_back_args *a
                         dp += get(a->dout, t, place(h, 0, s, i, head, d)) *
                               get(a->v, t, place(h, 1, s, j, head, d));
                     }
-                    double p = sees(h, s, i, j) ? exp(0.6 * dot - lse) : 0,
-                           ds = p * (dp - mean) * 0.6;
+                    double slope = h->cap > 0 ? 1 / pow(cosh(0.6 * dot / h->cap), 2) : 1;
+                    double p = sees(h, s, i, j) ? exp(capped(h, 0.6 * dot) - lse) : 0,
+                           ds = p * (dp - mean) * 0.6 * slope;
                     for (int64_t d = 0; d < h->D; d++) {
                         dq[place(h, 0, s, i, head, d)] +=
                             ds * get(a->k, t, place(h, 1, s, j, head, d));
@@ -1456,9 +1463,10 @@ static void naive_attention_back(const heads *h, const dt_attention_back_args *a
             }
 }
 
-/* Bits of kind: 1 not causal, 2 positions, 4 documents, 8 accumulation type, 16 accumulate. */
+/* Bits of kind: 1 not causal, 2 positions, 4 documents, 8 accumulation type, 16 accumulate, 32 soft
+   cap, 64 window. */
 static void bench_attention(bench *b, heads h, int kind) {
-    int wide = kind >> 3 & 1, add = kind >> 4;
+    int wide = kind >> 3 & 1, add = kind >> 4 & 1;
     dt_dtype stat = is_narrow(b->t) ? DT_F32 : b->t, to = wide ? stat : b->t;
     size_t nq = (size_t)(h.B * h.TQ * h.H * h.D), nk = (size_t)(h.B * h.TK * h.K * h.D),
            rows = (size_t)(h.B * h.H * h.TQ);
@@ -1470,7 +1478,8 @@ static void bench_attention(bench *b, heads h, int kind) {
         kd[i] = i / 2 % 3;
     }
     h.sight = (dt_attention_mask){ !(kind & 1), kind & 2 ? p : NULL, kind & 2 ? kp : NULL,
-        kind & 4 ? d : NULL, kind & 4 ? kd : NULL };
+        kind & 4 ? d : NULL, kind & 4 ? kd : NULL, kind & 64 && !(kind & 1) ? 4 : 0 };
+    h.cap = kind & 32 ? 0.4 : 0;
     void *q = array(b, nq), *k = array(b, nk), *v = array(b, nk), *out = array_of(b, to, nq, 1),
          *dout = array(b, nq);
     void *lse = array_of(b, stat, rows, 1), *dq = array_of(b, to, nq, 1),
@@ -1482,13 +1491,13 @@ static void bench_attention(bench *b, heads h, int kind) {
            *g[3] = { before(b, dq, to, nq), before(b, dk, to, nk), before(b, dv, to, nk) };
     for (int i = 0; i < 3 && !add; i++) memset(g[i], 0, 8 * (i ? nk : nq));
     dt_attention_args a = { b->t, out, lse, q, k, v, h.B, h.TQ, h.TK, h.H, h.K, h.D, 0.6, h.sight,
-        0, wide, work, work_bytes };
+        0, wide, work, work_bytes, h.cap };
     naive_attention(&h, b->t, q, k, v, f, l);
     OK(b->v->attention(&a));
     same(b, "attention", out, to, f, nq, 2);
     same(b, "lse of attention", lse, stat, l, rows, 4);
     dt_attention_back_args back = { b->t, dq, dk, dv, dout, out, lse, q, k, v, h.B, h.TQ, h.TK, h.H,
-        h.K, h.D, 0.6, h.sight, add, add, add, wide, work, work_bytes };
+        h.K, h.D, 0.6, h.sight, add, add, add, wide, work, work_bytes, h.cap };
     naive_attention_back(&h, &back, to, stat, g[0], g[1], g[2]);
     OK(b->v->attention_back(&back));
     same(b, "dq", dq, to, g[0], nq, 16);
@@ -1515,7 +1524,7 @@ static void *some_keys(bench *b, const heads *h, const void *k, int64_t first, i
 /* Attention over blocks of `step` keys, first to last or last to first: out, lse and all gradients
    equal those over all keys at once. */
 static void bench_merge(bench *b, int64_t step, int backwards) {
-    heads h = { 2, 21, 45, 4, 2, 5, { 0, NULL, NULL, NULL, NULL } };
+    heads h = { 2, 21, 45, 4, 2, 5, { .causal = 0 }, 0 };
     dt_dtype stat = is_narrow(b->t) ? DT_F32 : b->t;
     size_t nq = 2 * 21 * 4 * 5, nk = 2 * 45 * 2 * 5, rows = 2 * 4 * 21,
            work_bytes = dt_attention_work(45, 5, b->t);
@@ -1528,7 +1537,7 @@ static void bench_merge(bench *b, int64_t step, int backwards) {
     int32_t p[42], kp[90];
     for (int i = 0; i < 42; i++) p[i] = i % 21 * 2 - (i % 21 == 6 ? 100 : 0);
     for (int i = 0; i < 90; i++) kp[i] = i % 45 * 2 % 45;
-    h.sight = (dt_attention_mask){ 1, p, kp, NULL, NULL };
+    h.sight = (dt_attention_mask){ 1, p, kp, NULL, NULL, 30 };
     naive_attention(&h, b->t, q, k, v, f, l);
     dt_attention_back_args back = { b->t, dq, NULL, NULL, dout, out, lse, q, k, v, 2, 21, 45, 4, 2,
         5, 0.6, h.sight, 0, 0, 0, 1, work, work_bytes };
@@ -1540,7 +1549,7 @@ static void bench_merge(bench *b, int64_t step, int backwards) {
             void *some_k = some_keys(b, &h, k, first, n), *some_v = some_keys(b, &h, v, first, n);
             int32_t part_p[90];
             for (int64_t i = 0; i < 2 * n; i++) part_p[i] = kp[i / n * 45 + first + i % n];
-            dt_attention_mask sight = { 1, p, part_p, NULL, NULL };
+            dt_attention_mask sight = { 1, p, part_p, NULL, NULL, 30 };
             if (pass == 0) {
                 dt_attention_args a = { b->t, out, lse, q, some_k, some_v, 2, 21, n, 4, 2, 5, 0.6,
                     sight, turn > 0, 1, work, work_bytes };
@@ -1548,7 +1557,7 @@ static void bench_merge(bench *b, int64_t step, int backwards) {
                 continue;
             }
             size_t part = (size_t)(2 * n * 2 * 5);
-            heads some = { 2, 21, n, 4, 2, 5, sight };
+            heads some = { 2, 21, n, 4, 2, 5, sight, 0 };
             void *dk = array_of(b, stat, part, 1), *dv = array_of(b, stat, part, 1);
             double *w[3] = { doubles(b, nq), doubles(b, part), doubles(b, part) };
             dt_attention_back_args one = back;
@@ -1579,9 +1588,10 @@ static void bench_flash_and_naive(bench *b, heads h, int kind) {
         ints[400 + i] = i * 2;
         ints[800 + i] = i / 50, ints[1200 + i] = i / 70;
     }
-    h.sight =
-        (dt_attention_mask){ !(kind & 4), kind & 8 ? ints : NULL, kind & 8 ? ints + 400 : NULL,
-            kind & 16 ? ints + 800 : NULL, kind & 16 ? ints + 1200 : NULL };
+    h.sight = (dt_attention_mask){ !(kind & 4), kind & 8 ? ints : NULL,
+        kind & 8 ? ints + 400 : NULL, kind & 16 ? ints + 800 : NULL, kind & 16 ? ints + 1200 : NULL,
+        kind & 32 && !(kind & 4) ? 20 : 0 };
+    h.cap = kind & 64 ? 0.4 : 0;
     void *q = array(b, nq), *k = array(b, nk), *v = array(b, nk), *dout = array(b, nq), *r[2][5];
     for (int i = 0; i < 5; i++) {
         size_t bytes = n[i] * dt_dtype_size(i == 1 ? stat : to);
@@ -1594,10 +1604,11 @@ static void bench_flash_and_naive(bench *b, heads h, int kind) {
     for (int naive = 0; naive < 2; naive++) {
         void **x = r[naive], *scratch = naive ? NULL : work;
         dt_attention_args a = { b->t, x[0], x[1], q, k, v, h.B, h.TQ, h.TK, h.H, h.K, h.D, 0.3,
-            h.sight, add, wide, scratch, work_bytes };
+            h.sight, add, wide, scratch, work_bytes, h.cap };
         OK(b->v->attention(&a));
         dt_attention_back_args g = { b->t, x[2], x[3], x[4], dout, r[0][0], r[0][1], q, k, v, h.B,
-            h.TQ, h.TK, h.H, h.K, h.D, 0.3, h.sight, add, add, add, wide, scratch, work_bytes };
+            h.TQ, h.TK, h.H, h.K, h.D, 0.3, h.sight, add, add, add, wide, scratch, work_bytes,
+            h.cap };
         OK(b->v->attention_back(&g));
     }
     static const char *const name[5] = { "flash out", "flash lse", "flash dq", "flash dk",
@@ -1651,28 +1662,25 @@ static void bench_attention_rows(bench *b, heads h) {
 }
 
 static void bench_all_attention(bench *b) {
-    static const heads tiles[3] = { { 1, 131, 131, 2, 1, 9, { 0, NULL, NULL, NULL, NULL } },
-        { 1, 1, 129, 4, 2, 65, { 0, NULL, NULL, NULL, NULL } },
-        { 1, 257, 66, 1, 1, 33, { 0, NULL, NULL, NULL, NULL } } };
+    static const heads tiles[3] = { { 1, 131, 131, 2, 1, 9, { .causal = 0 }, 0 },
+        { 1, 1, 129, 4, 2, 65, { .causal = 0 }, 0 }, { 1, 257, 66, 1, 1, 33, { .causal = 0 }, 0 } };
     for (int s = 0; s < 3; s++)
-        for (int kind = 0; kind < 32; kind += 3) {
+        for (int kind = 0; kind < 128; kind += kind < 32 ? 3 : 5) {
             int first = b->n_all;
             bench_flash_and_naive(b, tiles[s], kind);
             while (b->n_all > first) free(b->all[--b->n_all]);
         }
-    static const heads size[5] = { { 1, 1, 1, 1, 1, 1, { 0, NULL, NULL, NULL, NULL } },
-        { 2, 19, 23, 4, 2, 3, { 0, NULL, NULL, NULL, NULL } },
-        { 1, 37, 37, 3, 1, 17, { 0, NULL, NULL, NULL, NULL } },
-        { 1, 9, 70, 2, 2, 33, { 0, NULL, NULL, NULL, NULL } },
-        { 1, 40, 5, 2, 1, 5, { 0, NULL, NULL, NULL, NULL } } };
+    static const heads size[5] = { { 1, 1, 1, 1, 1, 1, { .causal = 0 }, 0 },
+        { 2, 19, 23, 4, 2, 3, { .causal = 0 }, 0 }, { 1, 37, 37, 3, 1, 17, { .causal = 0 }, 0 },
+        { 1, 9, 70, 2, 2, 33, { .causal = 0 }, 0 }, { 1, 40, 5, 2, 1, 5, { .causal = 0 }, 0 } };
     for (int s = 0; s < 5; s++)
-        for (int kind = 0; kind < 32; kind += s == 1 ? 1 : 3) {
+        for (int kind = 0; kind < 128; kind += s == 1 && kind < 32 ? 1 : 3) {
             int first = b->n_all;
             bench_attention(b, size[s], kind);
             while (b->n_all > first) free(b->all[--b->n_all]);
         }
-    static const heads rows[2] = { { 2, 70, 150, 4, 2, 9, { 0, NULL, NULL, NULL, NULL } },
-        { 1, 300, 300, 1, 1, 16, { 0, NULL, NULL, NULL, NULL } } };
+    static const heads rows[2] = { { 2, 70, 150, 4, 2, 9, { .causal = 0 }, 0 },
+        { 1, 300, 300, 1, 1, 16, { .causal = 0 }, 0 } };
     for (int s = 0; s < 2; s++) {
         int first = b->n_all;
         bench_attention_rows(b, rows[s]);

@@ -594,8 +594,9 @@ static dt_tensor *build_unary(dt_tensor **in, fd_case *c) {
     if (c->kind == 6) return dt_ln(above_zero(in[0]));
     if (c->kind == 7) return dt_affine(in[0], -1.75, 0.5);
     if (c->kind == 8) return dt_softmax(in[0]);
-    if (c->kind == 9) return dt_swiglu(in[0]);
-    if (c->kind == 10) return dt_rmsnorm(in[0], in[1], c->weight);
+    if (c->kind == 9) return c->dim ? dt_geglu(in[0]) : dt_swiglu(in[0]);
+    if (c->kind == 10)
+        return dt_rmsnorm_at(in[0], in[1], (dt_rmsnorm_desc){ c->weight, c->dim ? 1 : 0 });
     if (c->kind == 11) return dt_layernorm(in[0], in[1], in[1], c->weight);
     if (c->kind == 12) return dt_swiglu(dt_swiglu(in[0]));
     if (c->kind == 13) return dt_softmax(dt_affine(in[0], 30, 0)); /* nearly one-hot */
@@ -646,11 +647,13 @@ static void fd_unary(void) {
             .build = build_unary,
             .n = 1,
             .kind = 9,
+            .dim = i % 2,
             .shape = { DT_SHAPE(3, 2, odd[i]) } });
         fd_check((fd_case){ .name = "rmsnorm",
             .build = build_unary,
             .n = 2,
             .kind = 10,
+            .dim = i % 2,
             .weight = i == 0 ? 0.1 : 0,
             .shape = { DT_SHAPE(2, 3, odd[i]), DT_SHAPE(odd[i]) } });
         fd_check((fd_case){ .name = "layernorm, one tensor as gain and bias",
@@ -1100,7 +1103,8 @@ static void fd_rope(void) {
 }
 
 /* Attention with a mask. Bits of kind: 1 positions, 2 documents, 4 some queries attend to no key,
-   8 separate positions and documents of the keys, 16 one tensor is q, k and v. */
+   8 separate positions and documents of the keys, 16 one tensor is q, k and v, 32 a window, 64 a
+   soft cap, 128 a scale. */
 static dt_tensor *build_mask(dt_tensor **in, fd_case *c) {
     dt_ctx *ctx = in[0]->ctx;
     int64_t B = in[0]->shape.d[0], TQ = in[0]->shape.d[1];
@@ -1119,7 +1123,10 @@ static dt_tensor *build_mask(dt_tensor **in, fd_case *c) {
         kd[i] = (int32_t)(i % TK * 3 / TK) + (int32_t)(i / TK);
     }
     dt_shape q = DT_SHAPE(B, TQ), k = DT_SHAPE(B, TK);
-    dt_attn_desc a = { .full = c->full };
+    dt_attn_desc a = { .full = c->full,
+        .window = c->kind & 32 && !c->full ? 3 : 0,
+        .soft_cap = c->kind & 64 ? 0.7 : 0,
+        .scale = c->kind & 128 ? 0.9 : 0 };
     if (c->kind & 1) a.positions = dt_input(ctx, DT_I32, q, p);
     if (c->kind & 2) a.documents = dt_input(ctx, DT_I32, q, d);
     if (c->kind & 1 && c->kind & 8) a.key_positions = dt_input(ctx, DT_I32, k, kp);
@@ -1132,9 +1139,11 @@ static void fd_attention_mask(void) {
     static const int64_t size[][6] = { { 2, 7, 7, 4, 2, 3 }, { 1, 37, 37, 2, 1, 5 },
         { 2, 5, 41, 3, 3, 2 }, { 1, 35, 9, 2, 1, 3 } };
     for (int s = 0; s < 4; s++)
-        for (int kind = 0; kind < 16; kind++)
+        for (int i = 0; i < 16 + 8; i++)
             for (int full = 0; full < 2; full++) {
+                static const int more[] = { 32, 64, 96, 33, 46, 107, 128, 235 };
                 const int64_t *z = size[s];
+                int kind = i < 16 ? i : more[i - 16];
                 if ((z[1] != z[2] && !(kind & 8)) || (kind & 12 && !(kind & 3))) continue;
                 char name[80];
                 snprintf(
@@ -2225,6 +2234,13 @@ ROW(rope_odd, dt_rope(heads_of(p, 1, 3, 1, 5), p->ints, (dt_rope_desc){ 0 }))
 ROW(rope_rotary, dt_rope(heads_of(p, 1, 3, 1, 4), p->ints, (dt_rope_desc){ .rotary = 6 }))
 ROW(rope_below, dt_rope(heads_of(p, 1, 3, 1, 4), p->ints, (dt_rope_desc){ .rotary = -2 }))
 ROW(rope_wide, dt_rope(heads_of(p, 1, 3, 1, 514), p->ints, (dt_rope_desc){ 0 }))
+#define ROPE(...) \
+    dt_rope(heads_of(p, 1, 3, 1, 4), p->ints, (dt_rope_desc){ .scaling = { __VA_ARGS__ } })
+ROW(rope_kind, ROPE(.kind = 4, .factor = 2))
+ROW(rope_factor, ROPE(.kind = DT_ROPE_LINEAR, .factor = 0.5))
+ROW(rope_bounds, ROPE(.kind = DT_ROPE_LLAMA3, .factor = 2, .original = 8, .low = 4, .high = 4))
+ROW(rope_original, ROPE(.kind = DT_ROPE_YARN, .factor = 2))
+#undef ROPE
 ROW(rope_null, dt_rope(heads_of(p, 1, 3, 1, 4), NULL, (dt_rope_desc){ 0 }))
 ROW(dropout, dt_dropout(p->x, 1, 1, NULL))
 ROW(dropout_below, dt_dropout(p->x, -0.1, 1, NULL))
@@ -2234,6 +2250,9 @@ ROW(dropout_ints, dt_dropout(p->ints, 0.5, 1, NULL))
 ROW(dropout_stranger, dt_dropout(p->x, 0.5, 1, p->stranger_ids))
 #define QKV heads_of(p, 1, 3, 2, 4), heads_of(p, 1, 4, 2, 4), heads_of(p, 1, 4, 2, 4)
 ROW(attention_one, dt_attention(QKV, (dt_attn_desc){ .documents = p->ints }))
+ROW(attention_window, dt_attention(QKV, (dt_attn_desc){ .window = -1 }))
+ROW(attention_full, dt_attention(QKV, (dt_attn_desc){ .window = 2, .full = 1 }))
+ROW(attention_cap, dt_attention(QKV, (dt_attn_desc){ .soft_cap = -1 }))
 ROW(attention_keys,
     dt_attention(QKV, (dt_attn_desc){ .key_documents = zero_ids(p->ctx, DT_SHAPE(4)) }))
 ROW(attention_type, dt_attention(QKV, (dt_attn_desc){ .positions = p->x }))
@@ -2428,6 +2447,10 @@ static const struct row {
     { r_rope_rotary, DT_ERR_SHAPE, { "dt_rope", "6 of 4" } },
     { r_rope_below, DT_ERR_SHAPE, { "dt_rope", "-2 of 4" } },
     { r_rope_wide, DT_ERR_SHAPE, { "dt_rope", "at most 512" } },
+    { r_rope_kind, DT_ERR_ARG, { "dt_rope", "of kind 4" } },
+    { r_rope_factor, DT_ERR_ARG, { "dt_rope", "factor of 0.5" } },
+    { r_rope_bounds, DT_ERR_ARG, { "dt_rope", "bounds 4 and 4" } },
+    { r_rope_original, DT_ERR_ARG, { "dt_rope", "from 0 tokens" } },
     { r_rope_null, DT_ERR_ARG, { "dt_rope", "NULL" } },
     { r_dropout, DT_ERR_ARG, { "dt_dropout", "probability 1" } },
     { r_dropout_below, DT_ERR_ARG, { "dt_dropout", "probability -0.1" } },
@@ -2436,6 +2459,9 @@ static const struct row {
     { r_dropout_ints, DT_ERR_SHAPE, { "dt_dropout", "i32 (3): not for integers" } },
     { r_dropout_stranger, DT_ERR_ARG, { "dt_dropout", "another context" } },
     { r_attention_one, DT_ERR_ARG, { "dt_attention", "both or none" } },
+    { r_attention_window, DT_ERR_ARG, { "dt_attention", "window of -1 keys" } },
+    { r_attention_full, DT_ERR_ARG, { "dt_attention", "2 keys without a causal mask" } },
+    { r_attention_cap, DT_ERR_ARG, { "dt_attention", "soft_cap -1" } },
     { r_attention_keys, DT_ERR_ARG, { "dt_attention", "both or none" } },
     { r_attention_type, DT_ERR_SHAPE, { "dt_attention", "i32" } },
     { r_attention_stranger, DT_ERR_ARG, { "dt_attention", "another context" } },
