@@ -44,7 +44,7 @@
      4. Fill, copy, reduce
      5. Strides: binary, where, permute (broadcasting, transpose)
      6. Activations: unary, glu (GELU, SiLU, SwiGLU, sigmoid, power, clamp)
-     7. Cast
+     7. Cast; quantised weights (NF4, int8)
      8. Sums over a dimension (split reductions)
      9. Checked indices: max, top-k, scatter
     10. Normalisation and softmax (LayerNorm, RMSNorm)
@@ -73,7 +73,7 @@
    operands, so attention in bf16 and f16 rounds its probabilities and their gradients before it
    multiplies them. cuBLASLt chooses the order of its sums by the sizes of the product. In the
    following kernels nvcc can fuse nothing that changes a result, so the results have the same bits
-   as on the CPU: fill, copy, permute, cast, digest, reduce, cumsum, patches and its backward, max,
+   as on the CPU: fill, copy, permute, cast, quantize, digest, reduce, cumsum, patches and its backward, max,
    topk, scatter, uniform init, embedding and its backward, and square_sums. The same holds for
    binary and dropout if they do not accumulate. NaN payloads are unspecified. Never compile this
    file with -use_fast_math. The file cannot refuse that flag, because nvcc defines no macro for it.
@@ -1398,7 +1398,7 @@ template <class T> static dt_status glu_back(const dt_glu_back_args *a, void *st
 }
 DTK_TABLE_ENTRY(glu_back)
 
-// ==== 7. Cast ===================================================================================
+// ==== 7. Cast; quantised weights ================================================================
 
 /* A cast gives the same bits as on the CPU. The value is first converted to double, which
    represents every value of the other types exactly, except of i64 (see odd_double). A double is converted to a 16-bit type in two
@@ -1518,6 +1518,83 @@ static dt_status cuda_cast(const dt_cast_args *a, void *stream) {
     case DT_I64: return cast_to<int64_t>(a, stream);
     }
     return DT_ERR_UNSUPPORTED;
+}
+
+/* ---- quantised weights ---- */
+
+/* The block formats are described at dt_quant in dt_tensor.h; dt__quantize_block there is the same
+   code. */
+static __device__ const float nf4_values[16] = DT__NF4_VALUES;
+
+/* A thread quantises a block of 64 elements: weights are quantised once, when they are loaded. */
+static __device__ void quantize_block(int quant, const float *in, unsigned char *out) {
+    float most = 0;
+    for (int i = 0; i < DT__QUANT_BLOCK; i++) most = fabsf(in[i]) > most ? fabsf(in[i]) : most;
+    float scale = quant == DT_QUANT_NF4 ? most : most / 127;
+    float inverse = 1 / (scale > 1e-38f ? scale : 1e-38f);
+    *(float *)(void *)out = scale;
+    out += sizeof scale;
+    for (int i = 0, high = 0; i < DT__QUANT_BLOCK; i++) {
+        float x = in[i] * inverse;
+        int code = 0;
+        if (quant == DT_QUANT_INT8) {
+            out[i] = (unsigned char)(int)rintf(x > 127 ? 127 : x > -127 ? x : -127);
+            continue;
+        }
+        for (int k = 0; k < 15; k++) code += x > (nf4_values[k] + nf4_values[k + 1]) * 0.5f;
+        if (i % 2) out[i / 2] = (unsigned char)(high << 4 | code);
+        high = code;
+    }
+}
+
+DTK_KERNEL __launch_bounds__(BLOCK) quantize_kernel(dt_quantize_args a) {
+    size_t each = a.quant == DT_QUANT_BF16 ? 1 : DT__QUANT_BLOCK,
+           bytes = a.quant == DT_QUANT_INT8 ? 4 + DT__QUANT_BLOCK : 4 + DT__QUANT_BLOCK / 2;
+    for_each_vec<1>(a.count / each, false, [&](size_t i, auto) {
+        if (a.quant == DT_QUANT_BF16)
+            round_to((bf16 *)a.out + i, a.in[i]);
+        else
+            quantize_block(a.quant, a.in + i * each, (unsigned char *)a.out + i * bytes);
+    });
+}
+
+static dt_status cuda_quantize(const dt_quantize_args *a, void *stream) {
+    if (a->count != 0 && dt_quant_bytes((dt_quant)a->quant, (int64_t)a->count) == 0)
+        return DT_ERR_ARG;
+    DTK_LAUNCH(quantize_kernel, a->count, BLOCK, stream, *a);
+    return launch_status();
+}
+
+/* Returns the value of one element of an array of blocks. */
+static __device__ float dequantized(int quant, const void *from, size_t at) {
+    if (quant == DT_QUANT_BF16) return widen(((const bf16 *)from)[at]);
+    size_t bytes = quant == DT_QUANT_INT8 ? 4 + DT__QUANT_BLOCK : 4 + DT__QUANT_BLOCK / 2,
+           i = at % DT__QUANT_BLOCK;
+    const unsigned char *block = (const unsigned char *)from + at / DT__QUANT_BLOCK * bytes;
+    float scale = *(const float *)(const void *)block;
+    if (quant == DT_QUANT_INT8) return scale * (float)(signed char)block[4 + i];
+    int pair = block[4 + i / 2];
+    return scale * nf4_values[i % 2 ? pair & 15 : pair >> 4];
+}
+
+/* out (rows,cols) = the elements from `at` on of rows that are ld elements apart. */
+template <class T>
+DTK_KERNEL __launch_bounds__(BLOCK) dequantize_kernel(
+    T *out, int quant, const void *from, size_t at, size_t ld, size_t rows, size_t cols) {
+    for_each_in_rows<vec<T>::N>(rows, cols, aligned16(out), [&](size_t r, size_t c, auto width) {
+        const int N = decltype(width)::N;
+        vec<float, N> x;
+        for (int k = 0; k < N; k++) x.v[k] = dequantized(quant, from, at + r * ld + c + k);
+        store_floats(out + r * cols + c, x);
+    });
+}
+
+template <class T>
+static dt_status dequantize(void *out, int quant, const void *from, size_t at, size_t ld,
+    size_t rows, size_t cols, void *stream) {
+    DTK_LAUNCH((dequantize_kernel<T>), rows * cols, BLOCK * vec<T>::N, stream, (T *)out, quant,
+        from, at, ld, rows, cols);
+    return launch_status();
 }
 
 // ==== 8. Sums over a dimension; patches of images ===============================================
@@ -4433,6 +4510,42 @@ static void blas_close(struct blas *) {}
 static bool blas_matmul(dt_matmul_args, cuda_queue *, dt_status *) { return false; }
 #endif
 
+static dt_status cuda_matmul(const dt_matmul_args *args, void *stream);
+
+/* A product with quantised B: converts a panel of B's columns at a time to T, in the first half of
+   the scratch memory, and computes the panel's columns of C. So the whole of B is never in memory,
+   and an element of C is one sum over all of K. */
+static dt_status quantised_matmul(dt_matmul_args a, void *stream) {
+    size_t size = dt_dtype_size(a.dtype), off = (256 - (size_t)a.work % 256) % 256,
+           half = a.work_bytes > off ? (a.work_bytes - off) / 512 * 256 : 0;
+    int64_t k = a.k > 0 ? a.k : 1, panel = (int64_t)(half / size) / k / DT__QUANT_BLOCK;
+    dt_matmul_args each = a;
+    const char *const arrays[] = { (char *)a.c, (char *)a.bias, (char *)a.residual,
+        (char *)a.pre_activation };
+    if (dt_quant_bytes((dt_quant)a.b_quant, a.ldb) == 0 || a.batch > 1 || panel < 1 || !a.work)
+        return DT_ERR_ARG;
+    panel *= DT__QUANT_BLOCK;
+    each.b_quant = 0;
+    each.b = (char *)a.work + off;
+    each.work = (char *)a.work + off + half;
+    each.work_bytes = half;
+    for (int64_t j = 0; j < a.n; j += panel) {
+        size_t width = a.wide ? sizeof(float) : size, at = (size_t)j;
+        each.n = a.n - j < panel ? a.n - j : panel;
+        each.ldb = a.trans_b ? a.k : each.n;
+        dt_status status = DTK_BY_DTYPE(a.dtype, dequantize, (void *)(size_t)each.b, a.b_quant, a.b,
+            a.trans_b ? at * (size_t)a.ldb : at, (size_t)a.ldb, (size_t)(a.trans_b ? each.n : a.k),
+            (size_t)each.ldb, stream);
+        each.c = (void *)(size_t)(arrays[0] + at * width);
+        each.bias = arrays[1] ? arrays[1] + at * size : NULL;
+        each.residual = arrays[2] ? arrays[2] + at * size : NULL;
+        each.pre_activation = arrays[3] ? (void *)(size_t)(arrays[3] + at * size) : NULL;
+        if (status == DT_OK) status = cuda_matmul(&each, stream);
+        if (status != DT_OK) return status;
+    }
+    return DT_OK;
+}
+
 static dt_status cuda_matmul(const dt_matmul_args *args, void *stream) {
     dt_matmul_args a = *args;
     dt_status status = DT_OK;
@@ -4445,6 +4558,7 @@ static dt_status cuda_matmul(const dt_matmul_args *args, void *stream) {
     if (a.ldb == 0) a.ldb = a.trans_b ? a.k : a.n;
     if (a.ldc == 0) a.ldc = a.n;
     if (a.m == 0 || a.n == 0) return launch_status();
+    if (a.b_quant) return quantised_matmul(a, stream);
     if (stream && blas_matmul(a, (cuda_queue *)stream, &status)) return status;
     if (a.m >= INT32_MAX - TILE_MN || a.n >= INT32_MAX - TILE_MN || a.k >= INT32_MAX - TILE_K)
         return DT_ERR_UNSUPPORTED;
@@ -5806,6 +5920,7 @@ extern "C" const dt_kernels *dt_kernels_cuda(void) {
         .copy = cuda_copy,
         .cast = cuda_cast,
         .digest = cuda_digest,
+        .quantize = cuda_quantize,
         .fill = cuda_fill,
         .reduce = cuda_reduce,
         .permute = cuda_permute,

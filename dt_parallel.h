@@ -239,6 +239,10 @@ DT_API dt_tensor *dt_column_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_
    the whole b (may be NULL). residual (may be NULL) and the result have the placement `outside`. */
 DT_API dt_tensor *dt_row_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_tensor *residual,
     dt_comm *comm, dt_placement outside);
+/* [collective: comm] dt_row_linear with desc.residual and desc.adapters (LoRA), whose output is
+   added to x w^T before the sum over the group. Fails with DT_ERR_ARG if desc has an activation. */
+DT_API dt_tensor *dt_row_linear_at(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc desc,
+    dt_comm *comm, dt_placement outside);
 /* [collective: comm] Vocabulary-parallel embedding. The table (V,C) is sharded along V; every rank
    passes all ids (B,T). A rank looks up the ids that are in its rows and uses zeros for all other
    ids. Returns the sum of these results over the group, (B,T,C) with the placement `outside`. */
@@ -980,6 +984,7 @@ DT_API dt_status dt_dry_begin(dt_ctx *ctx, dt_dry *dry);
 #define dt_tp_enter(x, ...) dt_tp_enter(dt_tensor_here(x, DT_SITE), __VA_ARGS__)
 #define dt_column_linear(x, ...) dt_column_linear(dt_tensor_here(x, DT_SITE), __VA_ARGS__)
 #define dt_row_linear(x, ...) dt_row_linear(dt_tensor_here(x, DT_SITE), __VA_ARGS__)
+#define dt_row_linear_at(x, ...) dt_row_linear_at(dt_tensor_here(x, DT_SITE), __VA_ARGS__)
 #define dt_vocab_embedding(x, ...) dt_vocab_embedding(dt_tensor_here(x, DT_SITE), __VA_ARGS__)
 #define dt_vocab_cross_entropy(x, ...) \
     dt_vocab_cross_entropy(dt_tensor_here(x, DT_SITE), __VA_ARGS__)
@@ -1609,12 +1614,17 @@ static dt_status dt__row_back(dt_node *n) {
     return DT_OK;
 }
 
-static dt_tensor *dt__row_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_tensor *residual,
+static dt_tensor *dt__row_linear_at(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc desc,
     dt_comm *comm, dt_placement outside) {
-    dt_linear_desc plain = { DT_ACT_NONE, residual };
-    if (dt_comm_size(comm) == 1 || !x) return dt_linear_at(x, w, b, plain);
-    dt_linear_desc none = { 0, NULL };
-    dt_tensor *sum = dt__linear(x, w, NULL, none, NULL, DT__LINEAR_TRANSIENT, NULL);
+    dt_tensor *residual = desc.residual;
+    if (x && desc.activation) {
+        dt_fail(x->ctx, DT_ERR_ARG, "dt_row_linear(%s): it has no activation", x->name);
+        return NULL;
+    }
+    if (dt_comm_size(comm) == 1 || !x) return dt_linear_at(x, w, b, desc);
+    desc.residual = NULL;
+    dt_tensor *sum = desc.adapters ? dt__linear_adapted(x, w, NULL, desc, DT__LINEAR_TRANSIENT)
+                                   : dt__linear(x, w, NULL, desc, NULL, DT__LINEAR_TRANSIENT, NULL);
     dt_ctx *ctx = sum ? dt__float_op_context("dt_row_linear", 1, sum, b, residual) : NULL;
     if (ctx && !dt__placement_expect("dt_row_linear", sum, (const dt_group *)comm, DT_PARTIAL,
                    "shard x along its last dimension and w along dimension 1"))
@@ -1636,6 +1646,12 @@ static dt_tensor *dt__row_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_te
     dt_record_desc d =
         dt__make_record("dt_row_linear", sum, b, residual, dt__row_back, sizeof(dt__redist_saved));
     return dt__redist_record(y, d, comm, DT_PARTIAL, outside);
+}
+
+static dt_tensor *dt__row_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_tensor *residual,
+    dt_comm *comm, dt_placement outside) {
+    dt_linear_desc desc = { .residual = residual };
+    return dt__row_linear_at(x, w, b, desc, comm, outside);
 }
 
 static dt_tensor *dt__vocab_embedding(
@@ -2974,7 +2990,7 @@ dt_tensor *dt_expert_linear(
             (long long)r->rows, (long long)r->local_experts, why);
         return NULL;
     }
-    dt_linear_desc linear = { d.activation, NULL };
+    dt_linear_desc linear = { .activation = d.activation };
     return dt__linear(x, w, b, linear, r->expert_rows, 0, (const dt_group *)d.row_parallel);
 }
 
@@ -3002,6 +3018,10 @@ DT__DEFINE_AT_SITE(dt_tensor *, row_linear, x ? x->ctx : NULL,
     (dt_tensor * x, dt_tensor *w, dt_tensor *b, dt_tensor *residual, dt_comm *comm,
         dt_placement outside),
     x, w, b, residual, comm, outside)
+DT__DEFINE_AT_SITE(dt_tensor *, row_linear_at, x ? x->ctx : NULL,
+    (dt_tensor * x, dt_tensor *w, dt_tensor *b, dt_linear_desc desc, dt_comm *comm,
+        dt_placement outside),
+    x, w, b, desc, comm, outside)
 DT__DEFINE_AT_SITE(dt_tensor *, vocab_embedding, table ? table->ctx : NULL,
     (dt_tensor * table, dt_tensor *ids, dt_comm *comm, dt_placement outside), table, ids, comm,
     outside)

@@ -58,9 +58,10 @@
        DT_STATIC           makes all functions static, so that several files may each have their
                            own copy of the code. Each file then needs DT_IMPLEMENTATION, or gcc
                            warns.                                                      (everywhere)
-       DT_NO_KERNELS       leaves out all CPU kernels except fill, copy, cast, digest, reduce and
-                           permute, for a program that only communicates (dt_comm.h). With -O3 the
-                           program compiles in a third of the time and is less than half as large.
+       DT_NO_KERNELS       leaves out all CPU kernels except fill, copy, cast, digest, quantize,
+                           reduce and permute, for a program that only communicates (dt_comm.h).
+                           With -O3 the program compiles in a third of the time and is less than
+                           half as large.
                            On the CPU an op that needs another kernel fails: DT_ERR_UNSUPPORTED.
                                                                                    (implementation)
        DT_USE_CBLAS        computes f32 and f64 matrix products with <cblas.h>. Link a BLAS, for
@@ -74,15 +75,15 @@
      3. Host and io tables
      4. Context, errors, memory account
      5. Tensors and parameters (placements: replicate, shard, partial sum; sharding, local slice,
-        gradient placement)
+        gradient placement; quantised weights: NF4, int8, QLoRA)
      6. Buckets and listeners (gradient bucket, flat parameter, gradient accumulation,
         overlap of communication and computation)
-     7. Ops (linear, grouped linear, embedding, norm, comparisons, masks, where, one-hot, rotary
-        embedding, dropout, attention, cross-entropy, binary cross-entropy)
+     7. Ops (linear, LoRA adapter, grouped linear, embedding, norm, comparisons, masks, where,
+        one-hot, rotary embedding, dropout, attention, cross-entropy, binary cross-entropy)
      8. Tape and blocks (autograd tape, activation checkpointing (recompute), selective recompute,
         loss scaling, backward in two halves for zero bubble)
      9. Weight files (JSON, safetensors, llm.c)
-    10. Implementation: base helpers (bf16 and f16 conversion)
+    10. Implementation: base helpers (bf16 and f16 conversion, NF4 quantisation)
     11. Default host and io tables
     12. Context, errors, memory account: code
     13. Counter-based RNG (Philox)
@@ -94,8 +95,8 @@
     19. Ops: linear, norms, elementwise functions (forward and backward of each op)
     20. Ops: arithmetic, sums, shapes (broadcasting, minimum, comparisons, where, reductions,
         argmax, permute)
-    21. Ops: products of activations, cumulative sums, convolution (batched matmul, im2col,
-        pooling, group normalization)
+    21. Ops: adapters, products of activations, cumulative sums, convolution (LoRA, batched matmul,
+        im2col, pooling, group normalization)
     22. Ops: rows by index (embedding, gather, scatter, one-hot, embedding bag)
     23. Ops: rotary embedding, dropout, attention, losses (RoPE scaling, YaRN,
         sliding-window attention, soft-capping)
@@ -284,7 +285,7 @@ DT_API int64_t dt_count(dt_shape shape);
 // clang-format on
 /* Kernels that exist on the CPU once for each compute type and instruction set. */
 #define DT__VARIANT_KERNELS(X) X(fill) X(reduce) X(permute) DT__FLOAT_KERNELS(X)
-#define DT_KERNELS(X) X(copy) X(cast) X(digest) DT__VARIANT_KERNELS(X)
+#define DT_KERNELS(X) X(copy) X(cast) X(digest) X(quantize) DT__VARIANT_KERNELS(X)
 
 typedef struct dt_fill_args { /* out[i] = value */
     dt_dtype dtype;
@@ -331,6 +332,15 @@ typedef struct dt_cast_args {
     size_t count;
     int accumulate;
 } dt_cast_args;
+
+/* out = blocks of the format `quant` (a dt_quant, section 5) of `count` elements, a multiple of the
+   block */
+typedef struct dt_quantize_args {
+    int quant;
+    void *out;
+    const float *in;
+    size_t count;
+} dt_quantize_args;
 
 /* out[i] = in[0][i] op in[1][i] op ..., combined in that order; `out` may also be one of the
    inputs */
@@ -672,6 +682,9 @@ typedef struct dt_matmul_args {
     int accumulate, wide;
     void *work;
     size_t work_bytes; /* dt_matmul_work bytes; if work is NULL, the CPU computes without packing */
+    /* If not 0, a dt_quant: `b` has blocks of this format, and each stored row has whole blocks.
+       Products by other libraries first convert a panel of columns of B, in `work` */
+    int b_quant;
 } dt_matmul_args;
 
 /* Attention: out = softmax(scale q k^T) v. The shapes are q and out (B,TQ,H,D), k and v (B,TK,K,D),
@@ -1364,8 +1377,32 @@ typedef struct dt_grad_placement {
     int kind;
 } dt_grad_placement;
 
-/* How a parameter is sharded and trained. For LoRA, freeze the base weight (frozen = 1) and add the
-   product of two small trainable parameters to its layer. */
+/* Quantised storage of frozen weights (QLoRA, arXiv:2305.14314). The last dimension is divided into
+   blocks, and each block is a scale and one small code for each element:
+
+       BF16    2 bytes for each element                                     blocks of 1
+       INT8    68 bytes: scale = max|x| / 127 (f32), then 64 codes          blocks of 64
+               round(x / scale); value = scale * code
+       NF4     36 bytes: scale = max|x| (f32), then 32 bytes with two       blocks of 64
+               4-bit codes each, the first in the high nibble;
+               value = scale * table[code]
+
+   The table and the rounding of NF4 are those of bitsandbytes: the codes of a block and its scale
+   have the same bits, but here they are stored side by side. A value is an f32 number in every
+   type of computation. */
+typedef enum dt_quant { DT_QUANT_NONE = 0, DT_QUANT_BF16, DT_QUANT_INT8, DT_QUANT_NF4 } dt_quant;
+/* [local] Returns the name of a format: "nf4", ...; "none" for DT_QUANT_NONE. */
+DT_API const char *dt_quant_name(dt_quant quant);
+/* [local] Returns the bytes of `count` elements, 0 if count is not a multiple of the block or the
+   format is unknown or DT_QUANT_NONE. */
+DT_API size_t dt_quant_bytes(dt_quant quant, int64_t count);
+/* [local] Convert `count` elements in host memory, a multiple of the block, to blocks and back. A
+   NaN becomes a finite code. Fail with DT_ERR_ARG for another count or format. */
+DT_API dt_status dt_quantize(dt_quant quant, const float *in, int64_t count, void *out);
+DT_API dt_status dt_dequantize(dt_quant quant, const void *in, int64_t count, float *out);
+
+/* How a parameter is sharded and trained. For LoRA, freeze the base weight (frozen = 1) and give
+   its layer a dt_adapter. */
 typedef struct dt_param_desc {
     dt_shard_spec shards[3]; /* the groups that shard the full tensor, and along which dimensions */
     /* Groups over which the gradient is not placed as usual. Usually (dt_zero.h) the gradient is
@@ -1382,6 +1419,13 @@ typedef struct dt_param_desc {
        dimension is the matrix's columns, the dimensions between are its rows: with 0, (H,D,C) is
        one matrix (H*D,C). At most the number of dimensions minus 2 */
     int matrices;
+    /* Not DT_QUANT_NONE: a frozen weight in quantised storage, of which only dt_linear_at, its kin
+       and dt_grouped_linear compute. The parameter is then a tensor of bytes, DT_U8: of its shape,
+       also of `full`, the last dimension counts the bytes of the blocks, and dt_read, checkpoints
+       and bytes of memory are those of this tensor. `dtype` has no effect. dt_weights_load
+       quantises what it reads from a float tensor. A group that shards the last dimension must
+       divide its blocks */
+    dt_quant quant;
 } dt_param_desc;
 
 /* Local slice: the part of a full logical tensor that a rank holds. If the group's size does not
@@ -1616,13 +1660,36 @@ DT_API void dt_micro(dt_ctx *ctx, int index, int count);
    In shapes, (..,X) means any leading dimensions. The types of floating-point inputs must agree.
    Mixed precision: bf16 and f16 ops compute in f32 and round once. */
 
+/* LoRA adapter of a linear layer (arXiv:2106.09685): adds scale * (dropout(x) a^T) b^T to x w^T. w
+   is usually frozen, and may be quantised (QLoRA). Over a group that shards the layer's weight:
+
+       column-parallel   a is not sharded, with gradient placement DT_GRAD_PARTIAL, because each
+                         rank has only its outputs' part of a's gradient; b is sharded along its
+                         outputs as w is
+       row-parallel      a is sharded along I as w is; b is not sharded, with gradient placement
+                         DT_GRAD_PARTIAL. The adapter's output is a partial sum as x w^T is, so
+                         their sum needs no further communication */
+typedef struct dt_adapter {
+    dt_tensor *a, *b;  /* (r,I) and (O..,r); a NULL: no adapter */
+    double scale;      /* alpha / r */
+    double dropout;    /* probability p of dt_dropout on the adapter's input only */
+    uint64_t key;      /* of dt_dropout */
+    dt_tensor *tokens; /* of dt_dropout */
+} dt_adapter;
+
 typedef struct dt_linear_desc {
     int activation;      /* a DT_ACT_* before DT_ACT_AFFINE, applied to x w^T + b; 0: none */
     dt_tensor *residual; /* of the result's shape, added last; NULL: none */
+    /* LoRA: NULL, or the adapters, whose output is added before the activation. There is one; or,
+       if parts is 2 to 8, w is (parts,O..,I) and there is one for each index of its dimension 0.
+       Not for dt_grouped_linear */
+    const dt_adapter *adapters;
+    int parts;
 } dt_linear_desc;
 /* x (..,I), w (O..,I), b (O..) or NULL -> (..,O..): x w^T + b. w may have several output
-   dimensions. dt_linear_at fuses the activation and the residual into the GEMM; so less memory is
-   read, and the residual is not saved. */
+   dimensions, and may be quantised (dt_param_desc.quant): the product converts a tile of its blocks
+   at a time, never the whole matrix. dt_linear_at fuses the activation and the residual into the
+   GEMM; so less memory is read, and the residual is not saved. */
 DT_API dt_tensor *dt_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b);
 DT_API dt_tensor *dt_linear_at(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc desc);
 /* Grouped linear (grouped GEMM). x (..,I), w (G,O..,I), b (G,O..) or NULL -> (..,O..): the rows of
@@ -2624,6 +2691,97 @@ static inline void dt__set_number(dt_dtype dtype, void *array, size_t i, double 
                                                : (int64_t)x;
         break;
     }
+}
+
+/* The 16 values of NF4, the quantiles of a normal distribution (arXiv:2305.14314, appendix E). */
+#define DT__NF4_VALUES \
+    { \
+        -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, \
+            -0.28444138169288635f, -0.18477343022823334f, -0.09105003625154495f, 0.0f, \
+            0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, \
+            0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, \
+            1.0f \
+    }
+static const float dt__nf4_values[16] = DT__NF4_VALUES;
+
+#define DT__QUANT_BLOCK 64 /* elements of a block of INT8 and NF4 */
+/* in the order of dt_quant: elements and bytes of a block */
+static const struct {
+    const char *name;
+    int64_t elements, bytes;
+} dt__quants[] = { { "none", 0, 0 }, { "bf16", 1, 2 },
+    { "int8", DT__QUANT_BLOCK, 4 + DT__QUANT_BLOCK },
+    { "nf4", DT__QUANT_BLOCK, 4 + DT__QUANT_BLOCK / 2 } };
+#define DT__QUANTS ((int)(sizeof dt__quants / sizeof *dt__quants))
+
+static int dt__quant_known(int quant) { return quant > 0 && quant < DT__QUANTS; }
+const char *dt_quant_name(dt_quant quant) {
+    return (int)quant >= 0 && (int)quant < DT__QUANTS ? dt__quants[quant].name : "unknown format";
+}
+size_t dt_quant_bytes(dt_quant quant, int64_t count) {
+    if (!dt__quant_known((int)quant) || count < 0 || count % dt__quants[quant].elements) return 0;
+    return (size_t)(count / dt__quants[quant].elements * dt__quants[quant].bytes);
+}
+
+/* Quantises one block of 64 elements, as the CPU code of bitsandbytes does: a value half-way
+   between two entries of the table gets the lower one. */
+static void dt__quantize_block(int quant, const float *in, unsigned char *out) {
+    float most = 0, inverse, scale;
+    for (int i = 0; i < DT__QUANT_BLOCK; i++) most = fabsf(in[i]) > most ? fabsf(in[i]) : most;
+    scale = quant == DT_QUANT_NF4 ? most : most / 127;
+    inverse = 1 / (scale > 1e-38f ? scale : 1e-38f);
+    memcpy(out, &scale, sizeof scale);
+    out += sizeof scale;
+    if (quant == DT_QUANT_NF4) memset(out, 0, DT__QUANT_BLOCK / 2);
+    for (int i = 0; i < DT__QUANT_BLOCK; i++) {
+        float x = in[i] * inverse;
+        int code = 0;
+        if (quant == DT_QUANT_INT8) {
+            out[i] = (unsigned char)(int)rintf(x > 127 ? 127 : x > -127 ? x : -127);
+            continue;
+        }
+        for (int k = 0; k < 15; k++) code += x > (dt__nf4_values[k] + dt__nf4_values[k + 1]) * 0.5f;
+        out[i / 2] |= (unsigned char)(i % 2 ? code : code << 4);
+    }
+}
+
+dt_status dt_quantize(dt_quant quant, const float *in, int64_t count, void *out) {
+    if (count != 0 && dt_quant_bytes(quant, count) == 0) return DT_ERR_ARG;
+    for (int64_t i = 0; quant == DT_QUANT_BF16 && i < count; i++)
+        ((uint16_t *)out)[i] = dt__f32_to_bf16(in[i]);
+    for (int64_t i = 0; quant != DT_QUANT_BF16 && i < count; i += DT__QUANT_BLOCK)
+        dt__quantize_block((int)quant, in + i, (unsigned char *)out + dt_quant_bytes(quant, i));
+    return DT_OK;
+}
+
+/* Converts elements [at, at + n) of an array of blocks to their values. */
+DT__INLINE void dt__dequantize(int quant, const void *from, int64_t at, int64_t n, float *out) {
+    if (quant == DT_QUANT_BF16) {
+        const uint16_t *in = (const uint16_t *)from + at;
+        for (int64_t i = 0; i < n; i++) out[i] = dt__bf16_to_f32(in[i]);
+        return;
+    }
+    int64_t bytes = quant == DT_QUANT_INT8 ? 4 + DT__QUANT_BLOCK : 4 + DT__QUANT_BLOCK / 2;
+    for (int64_t have; n > 0; at += have, n -= have, out += have) {
+        int64_t first = at % DT__QUANT_BLOCK;
+        const unsigned char *code = (const unsigned char *)from + at / DT__QUANT_BLOCK * bytes + 4;
+        float scale;
+        memcpy(&scale, code - 4, sizeof scale);
+        have = n < DT__QUANT_BLOCK - first ? n : DT__QUANT_BLOCK - first;
+        if (quant == DT_QUANT_INT8)
+            for (int64_t i = 0; i < have; i++) out[i] = scale * (float)(int8_t)code[first + i];
+        else
+            for (int64_t i = 0; i < have; i++) {
+                int pair = code[(first + i) / 2];
+                out[i] = scale * dt__nf4_values[(first + i) % 2 ? pair & 15 : pair >> 4];
+            }
+    }
+}
+
+dt_status dt_dequantize(dt_quant quant, const void *in, int64_t count, float *out) {
+    if (count != 0 && dt_quant_bytes(quant, count) == 0) return DT_ERR_ARG;
+    dt__dequantize((int)quant, in, 0, count, out);
+    return DT_OK;
 }
 
 DT__INLINE int dt__narrow(dt_dtype dtype) { return dtype == DT_BF16 || dtype == DT_F16; }
@@ -3766,6 +3924,29 @@ static size_t dt__param_bytes(const char *name) {
     return sizeof(dt__param_memory) + strlen(name) + 1;
 }
 
+/* Checks that a quantised parameter is frozen and that no sharding cuts a block. */
+static dt_status dt__param_check_quant(
+    dt_ctx *ctx, const char *name, dt_shape full, dt_param_desc d) {
+    int64_t last = full.nd ? full.d[full.nd - 1] : 1, ranks = 1;
+    if (!dt__quant_known((int)d.quant) || !d.frozen || full.nd < 2)
+        return dt_fail(ctx, DT_ERR_ARG,
+            "dt_param(%s): quantised storage %s of %s%s: a frozen weight of two dimensions or more "
+            "is needed",
+            name, dt_quant_name(d.quant), dt__shape_text(full).s,
+            d.frozen ? "" : ", which is not frozen");
+    int64_t block = dt__quants[d.quant].elements;
+    for (int i = 0; i < 3; i++)
+        if (d.shards[i].comm && d.shards[i].dim == full.nd - 1)
+            ranks *= ((const dt_group *)d.shards[i].comm)->size;
+    if (last % (block * ranks) != 0)
+        return dt_fail(ctx, DT_ERR_SHAPE,
+            "dt_param(%s): the last dimension of %s is not a multiple of %lld: %lld elements of a "
+            "%s block x %lld ranks that shard it",
+            name, dt__shape_text(full).s, (long long)(block * ranks), (long long)block,
+            dt_quant_name(d.quant), (long long)ranks);
+    return DT_OK;
+}
+
 static dt_status dt__param_check(
     dt_ctx *ctx, const char *name, dt_shape full, dt_init init, dt_param_desc d) {
     if (!name || !*name) return dt_fail(ctx, DT_ERR_ARG, "dt_param: a parameter needs a name");
@@ -3805,7 +3986,7 @@ static dt_status dt__param_check(
     if (dt_dtype_size(d.dtype) == 0 || dt__integer(d.dtype))
         return dt_fail(ctx, DT_ERR_ARG, "dt_param(%s): type %s; use f32, bf16, f16 or f64", name,
             dt_dtype_name(d.dtype));
-    return DT_OK;
+    return d.quant ? dt__param_check_quant(ctx, name, full, d) : DT_OK;
 }
 
 dt_tensor *dt_param(dt_ctx *ctx, const char *name, dt_shape full, dt_init init) {
@@ -3818,6 +3999,10 @@ dt_tensor *dt_param_at(
     dt_ctx *ctx, const char *name, dt_shape full, dt_init init, dt_param_desc desc) {
     if (!ctx || ctx->status != DT_OK) return NULL;
     if (dt__param_check(ctx, name, full, init, desc) != DT_OK) return NULL;
+    if (desc.quant) { /* from here on the parameter is a tensor of bytes */
+        desc.dtype = DT_U8;
+        full.d[full.nd - 1] = (int64_t)dt_quant_bytes(desc.quant, full.d[full.nd - 1]);
+    }
     const char *prefix = ctx->scope_prefix ? ctx->scope_prefix : "";
     size_t prefix_length = strlen(prefix),
            bytes = sizeof(dt__param_memory) + prefix_length + strlen(name) + 1;
@@ -3872,7 +4057,7 @@ dt_tensor *dt_param_find(const dt_ctx *ctx, const char *name) {
 /* Returns 1 if two parameters can share a bucket: every bucket operation treats both alike. */
 static int dt__same_bucket(const dt_tensor *a, const dt_tensor *b) {
     const dt_param_desc *x = &a->param->desc, *y = &b->param->desc;
-    if (a->dtype != b->dtype || a->param->scope != b->param->scope ||
+    if (a->dtype != b->dtype || x->quant != y->quant || a->param->scope != b->param->scope ||
         a->param->group != b->param->group || a->param->by_matrix != b->param->by_matrix ||
         !x->frozen != !y->frozen)
         return 0;
@@ -3913,6 +4098,40 @@ static void dt__buckets_plan(dt_ctx *ctx, size_t bucket_bytes) {
     }
 }
 
+/* Writes initial values. */
+static dt_status dt__init_values(dt_ctx *ctx, const dt_tensor *t, dt_init_args a) {
+    return t->param->init.kind == 1 ? dt__fill(ctx, a.dtype, a.out, a.count, a.scale)
+                                    : DT__KERNEL(ctx, t->name, init, &a);
+}
+
+/* Writes bytes [a.offset, a.offset + a.count) of a quantised parameter. ZeRO-3 may begin or end a
+   shard inside of a block, so whole blocks are made in scratch memory, up to CHUNK at a time. */
+static dt_status dt__init_blocks(dt_ctx *ctx, const dt_tensor *t, dt_init_args a) {
+    enum { CHUNK = 1 << 16 }; /* elements */
+    int quant = (int)t->param->desc.quant;
+    uint64_t elements = (uint64_t)dt__quants[quant].elements, end = a.offset + a.count,
+             bytes = (uint64_t)dt__quants[quant].bytes, block = a.offset / bytes, step;
+    char *scratch = (char *)dt_scratch(ctx, CHUNK * 2 * sizeof(float));
+    for (; scratch && block * bytes < end && ctx->status == DT_OK; block += step) {
+        dt_init_args values = a;
+        uint64_t left = (end - block * bytes + bytes - 1) / bytes;
+        step = left < CHUNK / elements ? left : CHUNK / elements;
+        values.dtype = DT_F32;
+        values.out = scratch + CHUNK * sizeof(float);
+        values.count = (size_t)(step * elements);
+        values.offset = block * elements;
+        dt_quantize_args q = { quant, scratch, (const float *)values.out, values.count };
+        if (dt__init_values(ctx, t, values) != DT_OK ||
+            DT__KERNEL(ctx, t->name, quantize, &q) != DT_OK)
+            break;
+        uint64_t from = block * bytes < a.offset ? a.offset : block * bytes,
+                 to = (block + step) * bytes < end ? (block + step) * bytes : end;
+        dt__move(ctx, (char *)a.out + (from - a.offset), scratch + (from - block * bytes),
+            (size_t)(to - from));
+    }
+    return ctx->status;
+}
+
 /* Writes the initial values of the parameter's elements that are in this rank's shard of the
    bucket. The caller has zeroed the shard. */
 static dt_status dt__param_init(dt_ctx *ctx, const dt_tensor *t) {
@@ -3933,10 +4152,10 @@ static dt_status dt__param_init(dt_ctx *ctx, const dt_tensor *t) {
             .scale = p->init.scale,
             .key = key,
             .offset = (uint64_t)walk.global + (from - at) };
-        if (p->init.kind == 1)
-            dt__fill(ctx, t->dtype, a.out, a.count, a.scale);
+        if (p->desc.quant)
+            dt__init_blocks(ctx, t, a);
         else
-            DT__KERNEL(ctx, t->name, init, &a);
+            dt__init_values(ctx, t, a);
         if (ctx->status != DT_OK) break;
     }
     return ctx->status;
@@ -6892,8 +7111,23 @@ typedef struct dt__linear_sizes {
     int64_t groups, in, out;
 } dt__linear_sizes;
 
+/* Returns the format of a weight in quantised storage, 0 for any other tensor. A view has it if it
+   has the owner's last dimension. */
+static int dt__quant_of(const dt_tensor *w) {
+    const dt_tensor *owner = dt__owner((dt_tensor *)(uintptr_t)w);
+    return owner->param && dt__last_dim(w) == dt__last_dim(owner) ? (int)owner->param->desc.quant
+                                                                  : 0;
+}
+
+/* Returns the number of elements in a row of a weight. */
+static int64_t dt__weight_columns(const dt_tensor *w) {
+    int64_t last = (int64_t)dt__last_dim(w);
+    int quant = dt__quant_of(w);
+    return quant ? last / dt__quants[quant].bytes * dt__quants[quant].elements : last;
+}
+
 static dt__linear_sizes dt__linear_sizes_of(const dt_tensor *w, const int64_t *rows) {
-    dt__linear_sizes s = { rows ? w->shape.d[0] : 1, (int64_t)dt__last_dim(w), 0 };
+    dt__linear_sizes s = { rows ? w->shape.d[0] : 1, dt__weight_columns(w), 0 };
     s.out = (int64_t)dt__row_count(w) / s.groups;
     return s;
 }
@@ -6905,6 +7139,13 @@ static int64_t dt__group_rows(const dt_tensor *x, const int64_t *rows, int64_t g
 /* Returns the address of an element of an array. */
 static void *dt__element(const void *array, dt_dtype dtype, int64_t index) {
     return (char *)array + index * (int64_t)dt_dtype_size(dtype);
+}
+
+/* Returns the address of an element of a weight, at which a block begins if it is quantised. */
+static void *dt__weight_element(const dt_tensor *w, int64_t index) {
+    int quant = dt__quant_of(w);
+    return quant ? (char *)w->data + dt_quant_bytes((dt_quant)quant, index)
+                 : (char *)dt__element(w->data, w->dtype, index);
 }
 
 /* Returns the gradient of the pre-activation, d = dy act'(pre_activation). Usually d overwrites dy,
@@ -6967,7 +7208,8 @@ static dt_status dt__linear_back_groups(
         dt_matmul_args a = dx;
         a.c = dt__element(dx.c, dt__wide(type, dx.wide), at * s.in);
         a.a = dt__element(d, type, at * s.out);
-        a.b = dt__element(w->data, type, g * s.out * s.in);
+        a.b = dt__weight_element(w, g * s.out * s.in);
+        a.b_quant = dt__quant_of(w);
         a.m = dt__group_rows(x, rows, g);
         if (dx.pre_activation) a.pre_activation = dt__element(dx.pre_activation, type, at * s.in);
         if (dt__matmul(x->ctx, n->name, NULL, a) != DT_OK) return dt_error(x->ctx);
@@ -7045,9 +7287,10 @@ static int dt__linear_fits(const char *op, dt_tensor *x, dt_tensor *w, dt_tensor
     dt_tensor *other = w;
     int skip = rows != NULL; /* the result has no dimension for the groups */
     *shape = x->shape;
-    if (x->dtype != w->dtype || (b && b->dtype != w->dtype))
+    if ((x->dtype != w->dtype && !dt__quant_of(w)) || (b && b->dtype != x->dtype))
         why = "types differ";
-    else if (w->shape.nd < 2 + skip || x->shape.nd < 1 || dt__last_dim(x) != dt__last_dim(w))
+    else if (w->shape.nd < 2 + skip || x->shape.nd < 1 ||
+             (int64_t)dt__last_dim(x) != dt__weight_columns(w))
         why = rows ? "the last dimensions must agree, and w needs three"
                    : "the last dimensions must agree, and w needs two";
     else if (rows && !dt__groups_fit(x, w, rows))
@@ -7067,9 +7310,10 @@ static int dt__linear_fits(const char *op, dt_tensor *x, dt_tensor *w, dt_tensor
     return !why;
 }
 
+static const dt_linear_desc dt__plain_linear = { .activation = 0 };
+
 dt_tensor *dt_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b) {
-    dt_linear_desc none = { 0, NULL };
-    return dt_linear_at(x, w, b, none);
+    return dt_linear_at(x, w, b, dt__plain_linear);
 }
 
 /* Computes y and, unless it is NULL, pre_activation. */
@@ -7082,12 +7326,13 @@ static dt_status dt__linear_run(const char *op, dt_tensor *x, dt_tensor *w, dt_t
         dt_matmul_args a = { .dtype = type,
             .c = dt__element(y->data, type, at * s.out),
             .a = dt__element(x->data, type, at * s.in),
-            .b = dt__element(w->data, type, g * s.out * s.in),
+            .b = dt__weight_element(w, g * s.out * s.in),
             .m = dt__group_rows(x, rows, g),
             .n = s.out,
             .k = s.in,
             .trans_b = 1,
-            .activation = desc.activation };
+            .activation = desc.activation,
+            .b_quant = dt__quant_of(w) };
         a.bias = b ? dt__element(b->data, type, g * s.out) : NULL;
         a.residual = residual ? dt__element(residual->data, type, at * s.out) : NULL;
         if (pre_activation) a.pre_activation = dt__element(pre_activation->data, type, at * s.out);
@@ -7122,6 +7367,10 @@ static dt_tensor *dt__linear(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear
     dt_shape shape;
     if (!ctx || (desc.residual && !dt__op_context(op, 1, x, desc.residual, NULL))) return NULL;
     if (!dt__linear_fits(op, x, w, b, desc.residual, rows, &shape)) return NULL;
+    if (desc.adapters) {
+        dt_fail(ctx, DT_ERR_UNSUPPORTED, "%s(%s): a grouped layer has no adapters", op, w->name);
+        return NULL;
+    }
     if (desc.activation < 0 || desc.activation >= DT_ACT_AFFINE) {
         dt_fail(ctx, DT_ERR_ARG, "%s(%s): activation %d", op, w->name, desc.activation);
         return NULL;
@@ -7154,8 +7403,12 @@ dt_tensor *dt_grouped_linear(
     return NULL;
 }
 
+static dt_tensor *dt__linear_adapted(
+    dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc desc, int flags);
+
 dt_tensor *dt_linear_at(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc desc) {
-    return dt__linear(x, w, b, desc, NULL, 0, NULL);
+    return desc.adapters ? dt__linear_adapted(x, w, b, desc, 0)
+                         : dt__linear(x, w, b, desc, NULL, 0, NULL);
 }
 
 /* ---- norms ---- */
@@ -8186,7 +8439,70 @@ static dt_tensor *dt__cast(dt_tensor *x, dt_dtype dtype, int transient) {
 
 dt_tensor *dt_cast(dt_tensor *x, dt_dtype dtype) { return dt__cast(x, dtype, 0); }
 
-// ==== 21. Ops: products of activations, cumulative sums, convolution ============================
+// ==== 21. Ops: adapters, products of activations, cumulative sums, convolution ==================
+
+/* LoRA (arXiv:2106.09685). The frozen weight w stays as it is, and two small matrices learn its
+   change of rank r. Only ops above compute it, so every layout serves it:
+
+       x --------------- w^T (I,O) ----------------(+)---> y
+         \-- dropout -- a^T (I,r) -- scale -- b^T (r,O) --/                        */
+
+/* Returns y + scale * (dropout(x) a^T) b^T; without y only the adapter's output. */
+static dt_tensor *dt__adapter(dt_tensor *x, const dt_adapter *d, dt_tensor *y, int flags) {
+    dt_linear_desc add = { .residual = y };
+    if (x && d->dropout != 0) x = dt_dropout(x, d->dropout, d->key, d->tokens);
+    dt_tensor *h = dt_affine(dt_linear(x, d->a, NULL), d->scale, 0);
+    return h ? dt__linear(h, d->b, NULL, add, NULL, flags, NULL) : NULL;
+}
+
+/* Returns the outputs of the adapters of a weight (parts,O..,I), (..,parts,O..): zeros for a part
+   without an adapter. NULL if no part has one. */
+static dt_tensor *dt__adapter_parts(dt_tensor *x, const dt_linear_desc *d) {
+    dt_tensor *each[DT_MAX_INPUTS] = { NULL }, *some = NULL;
+    int at = x->shape.nd - 1;
+    for (int i = 0; i < d->parts; i++) {
+        if (!d->adapters[i].a) continue;
+        dt_tensor *y = dt__adapter(x, &d->adapters[i], NULL, 0);
+        if (!y) return NULL;
+        dt_shape shape = y->shape;
+        for (int k = shape.nd++; k > at; k--) shape.d[k] = shape.d[k - 1];
+        shape.d[at] = 1;
+        each[i] = some = dt_reshape(y, shape);
+    }
+    for (int i = 0; some && i < d->parts; i++)
+        if (!each[i]) each[i] = dt_affine(some, 0, 0);
+    return some ? dt_concat(each, d->parts, at) : NULL;
+}
+
+/* dt_linear_at with adapters; `flags` of the result as in dt__linear. */
+static dt_tensor *dt__linear_adapted(
+    dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc desc, int flags) {
+    dt_linear_desc base = { .activation = 0 };
+    const dt_adapter *one = desc.parts > 1 ? NULL : desc.adapters;
+    if (!x || !w) {
+        dt__null_input("dt_linear", x, w, NULL);
+        return NULL;
+    }
+    if (desc.parts > 1 &&
+        (desc.parts > DT_MAX_INPUTS || w->shape.nd < 3 || w->shape.d[0] != desc.parts)) {
+        dt_fail(x->ctx, DT_ERR_SHAPE, "dt_linear(%s): adapters for %d parts of a weight %s",
+            w->name, desc.parts, dt__shape_text(w->shape).s);
+        return NULL;
+    }
+    if (!desc.activation) base.residual = desc.residual;
+    dt_tensor *y = dt__linear(x, w, b, base, NULL, 0, NULL);
+    if (!y) return NULL;
+    if (one && one->a) {
+        y = dt__adapter(x, one, y, desc.activation ? 0 : flags);
+    } else if (!one) {
+        dt_tensor *more = dt__adapter_parts(x, &desc);
+        if (more) y = dt_add(y, more);
+    }
+    if (!desc.activation || !y || x->ctx->status != DT_OK)
+        return x->ctx->status == DT_OK ? y : NULL;
+    y = dt__unary("dt_linear", y, desc.activation, 1, 0);
+    return desc.residual ? dt_add(y, desc.residual) : y;
+}
 
 /* A batched product c = op(a) op(b), where op transposes or not, and da, db from dc. T: transposed.
 
@@ -11422,37 +11738,20 @@ static dt_status dt__rect_copy_transposed(dt_weights *w, const dt__weight_rect *
     return w->ctx->status;
 }
 
-static dt_status dt__weights_copy_param(dt_weights *w, int writing, dt_tensor *param,
-    int64_t columns, const dt_weight_part *parts, int n) {
-    const char *func = writing ? "dt_weights_save" : "dt_weights_load";
-    dt__weight_rect r;
-    memset(&r, 0, sizeof r);
-    if (!w || w->ctx->status != DT_OK) return w ? w->ctx->status : DT_ERR_ARG;
+/* Copies a parameter whose data are in memory, part by part. */
+static dt_status dt__weights_copy_parts(
+    dt_weights *w, dt_tensor *param, int64_t columns, const dt_weight_part *parts, int n) {
+    const char *func = w->writing ? "dt_weights_save" : "dt_weights_load";
     dt_ctx *ctx = w->ctx;
-    if (!param)
-        return dt_fail(ctx, DT_ERR_ARG, "%s('%s'): the parameter is NULL", func,
-            n > 0 && parts && parts[0].name ? dt__printable_name(parts[0].name).s : "");
-    if (!param->param || param->ctx != ctx || w->writing != writing)
-        return dt_fail(ctx, DT_ERR_ARG,
-            "%s(%s): a parameter of this context and a file open for %s are needed", func,
-            param->name, writing ? "writing" : "reading");
     const dt_param_info *p = param->param;
     int64_t last = p->full.nd ? p->full.d[p->full.nd - 1] : 1;
+    dt__weight_rect r;
+    memset(&r, 0, sizeof r);
     r.param = param;
     r.columns = columns ? columns : last;
-    if (n > 0 && !parts)
-        return dt_fail(ctx, DT_ERR_ARG, "%s(%s): its %d parts are NULL", func, param->name, n);
     if (r.columns < 1 || dt_count(p->full) % r.columns != 0)
         return dt_fail(ctx, DT_ERR_ARG, "%s(%s): %s has no %lld columns", func, param->name,
             dt__shape_text(p->full).s, (long long)columns);
-    for (int i = 0; i < p->full.nd && writing && !w->sink.put; i++)
-        if (p->slice.n[i] != p->full.d[i])
-            return dt_fail(ctx, DT_ERR_UNSUPPORTED,
-                "%s(%s): it is sharded, %s of %s; save it from a single rank", func, param->name,
-                dt__shape_text(param->shape).s, dt__shape_text(p->full).s);
-    if (dt__ensure_storage(ctx) != DT_OK) return ctx->status;
-    int gathered = !param->data;
-    if (dt__ensure_values(NULL, param) != DT_OK) return ctx->status;
     for (int i = 0; i < n; i++) {
         if (dt__rect_make(w, &parts[i], &r) != DT_OK) return ctx->status;
         if (r.transposed && (r.columns != last || p->full.nd == 0))
@@ -11463,11 +11762,99 @@ static dt_status dt__weights_copy_param(dt_weights *w, int writing, dt_tensor *p
             return ctx->status;
         r.at += r.rows;
     }
-    dt__bucket_release(ctx, p->bucket, !writing, gathered);
     return r.at == dt_count(p->full) / r.columns
                ? DT_OK
                : dt_fail(ctx, DT_ERR_ARG, "%s(%s): the parts are %lld of %lld rows", func,
                      param->name, (long long)r.at, (long long)(dt_count(p->full) / r.columns));
+}
+
+/* Returns 1 if a quantised parameter is read from numbers, 0 if from blocks or for any other. */
+static int dt__quantises(
+    dt_weights *w, const dt_tensor *param, const dt_weight_part *parts, int n) {
+    const dt_weight *t =
+        n > 0 && parts[0].name ? dt_weights_get(w, dt_weights_find(w, parts[0].name)) : NULL;
+    return param->param->desc.quant && !w->writing && t && !dt__integer(t->dtype);
+}
+
+/* The parameter as its values, not its blocks, lie in a file: with the logical shape and slice. */
+static dt_param_info dt__logical_param(const dt_tensor *param) {
+    dt_param_info p = *param->param;
+    int quant = (int)p.desc.quant, last = p.full.nd - 1;
+    if (!quant) return p;
+    int64_t *const sizes[] = { &p.full.d[last], &p.slice.lo[last], &p.slice.n[last],
+        &p.slice.inside[last] };
+    for (int i = 0; i < 4; i++)
+        *sizes[i] = *sizes[i] / dt__quants[quant].bytes * dt__quants[quant].elements;
+    return p;
+}
+
+#ifndef DT__QUANT_BAND /* a test makes bands small */
+#define DT__QUANT_BAND (1 << 20)
+#endif
+/* Reads a quantised parameter from tensors of floating-point numbers: bands of at most
+   DT__QUANT_BAND elements along dimension 0 of the local slice, or single indices, as f32, which
+   are quantised. */
+static dt_status dt__quantised_load(
+    dt_weights *w, dt_tensor *param, int64_t columns, const dt_weight_part *parts, int n) {
+    dt_ctx *ctx = w->ctx;
+    const int quant = (int)param->param->desc.quant;
+    dt_param_info whole = dt__logical_param(param), p = whole;
+    dt_tensor band = *param;
+    int64_t rows = whole.slice.n[0], per_row = 1;
+    for (int i = 1; i < whole.full.nd; i++) per_row *= whole.slice.n[i];
+    int64_t step = per_row < DT__QUANT_BAND ? DT__QUANT_BAND / per_row : 1;
+    if (step > rows) step = rows;
+    size_t values = (size_t)(step * per_row) * sizeof(float),
+           blocks = dt_quant_bytes((dt_quant)quant, step * per_row);
+    char *memory = (char *)dt_alloc(ctx, DT_MEM_HOST, values + blocks, "quantising weights");
+    p.desc.quant = DT_QUANT_NONE;
+    band.param = &p;
+    band.dtype = DT_F32;
+    band.data = memory;
+    for (int64_t at = 0; memory && at < rows && ctx->status == DT_OK; at += step) {
+        int64_t left = whole.slice.inside[0] - at, here = rows - at < step ? rows - at : step;
+        p.slice.lo[0] = whole.slice.lo[0] + at;
+        p.slice.n[0] = here;
+        p.slice.inside[0] = left < 0 ? 0 : left < here ? left : here;
+        memset(memory, 0, values);
+        if (dt__weights_copy_parts(w, &band, columns, parts, n) != DT_OK) break;
+        dt_quantize((dt_quant)quant, (float *)(void *)memory, here * per_row, memory + values);
+        dt__move_now(ctx, (char *)param->data + dt_quant_bytes((dt_quant)quant, at * per_row),
+            memory + values, dt_quant_bytes((dt_quant)quant, here * per_row));
+    }
+    dt_free(ctx, DT_MEM_HOST, memory, values + blocks);
+    return ctx->status;
+}
+
+static dt_status dt__weights_copy_param(dt_weights *w, int writing, dt_tensor *param,
+    int64_t columns, const dt_weight_part *parts, int n) {
+    const char *func = writing ? "dt_weights_save" : "dt_weights_load";
+    if (!w || w->ctx->status != DT_OK) return w ? w->ctx->status : DT_ERR_ARG;
+    dt_ctx *ctx = w->ctx;
+    if (!param)
+        return dt_fail(ctx, DT_ERR_ARG, "%s('%s'): the parameter is NULL", func,
+            n > 0 && parts && parts[0].name ? dt__printable_name(parts[0].name).s : "");
+    if (!param->param || param->ctx != ctx || w->writing != writing)
+        return dt_fail(ctx, DT_ERR_ARG,
+            "%s(%s): a parameter of this context and a file open for %s are needed", func,
+            param->name, writing ? "writing" : "reading");
+    const dt_param_info *p = param->param;
+    if (n > 0 && !parts)
+        return dt_fail(ctx, DT_ERR_ARG, "%s(%s): its %d parts are NULL", func, param->name, n);
+    for (int i = 0; i < p->full.nd && writing && !w->sink.put; i++)
+        if (p->slice.n[i] != p->full.d[i])
+            return dt_fail(ctx, DT_ERR_UNSUPPORTED,
+                "%s(%s): it is sharded, %s of %s; save it from a single rank", func, param->name,
+                dt__shape_text(param->shape).s, dt__shape_text(p->full).s);
+    if (dt__ensure_storage(ctx) != DT_OK) return ctx->status;
+    int gathered = !param->data;
+    if (dt__ensure_values(NULL, param) != DT_OK) return ctx->status;
+    if ((dt__quantises(w, param, parts, n)
+                ? dt__quantised_load(w, param, columns, parts, n)
+                : dt__weights_copy_parts(w, param, columns, parts, n)) != DT_OK)
+        return ctx->status;
+    dt__bucket_release(ctx, p->bucket, !writing, gathered);
+    return DT_OK;
 }
 
 dt_status dt_weights_load(
@@ -11512,7 +11899,10 @@ static int dt__load_index(dt__load_all *a, const dt_tensor *param) {
 }
 
 static int dt__weight_fits(const dt_weight *t, const dt_tensor *param) {
-    return t->readable && !dt__integer(t->dtype) && t->count == dt_count(param->param->full);
+    if (dt__integer(t->dtype)) /* blocks of a quantised parameter */
+        return param->param->desc.quant && t->dtype == DT_U8 &&
+               t->count == dt_count(param->param->full);
+    return t->readable && t->count == dt_count(dt__logical_param(param).full);
 }
 
 static void dt__load_compare(dt__load_all *a, dt_load_report *report) {
@@ -12577,6 +12967,24 @@ DT__FN void DT__K(prefetch_epilogue)(
             __builtin_prefetch(from + (at + i * a->ldc) * size + j);
 }
 
+/* Like load, for operand B: if `quant` is not 0, `array` has blocks of this format, of which only
+   the n elements are converted. */
+DT__FN const DT__REAL *DT__K(load_operand)(
+    dt_dtype dtype, int quant, const void *array, int64_t at, int64_t n, DT__REAL *buf) {
+    if (!quant) return DT__K(load)(dtype, array, at, n, buf);
+#if DT__BITS == 32
+    dt__dequantize(quant, array, at, n, buf);
+#else
+    float values[DT__QUANT_BLOCK];
+    for (int64_t i = 0, have; i < n; i += have) {
+        have = n - i < DT__QUANT_BLOCK ? n - i : DT__QUANT_BLOCK;
+        dt__dequantize(quant, array, at + i, have, values);
+        for (int64_t k = 0; k < have; k++) buf[i + k] = (DT__REAL)values[k];
+    }
+#endif
+    return buf;
+}
+
 /* The naive product: computes every element as a dot product over K, in ascending order of k. */
 DT__FN void DT__K(matmul_naive)(const dt_matmul_args *a, int64_t batch) {
     for (int64_t i = 0; i < a->m; i++) {
@@ -12586,7 +12994,7 @@ DT__FN void DT__K(matmul_naive)(const dt_matmul_args *a, int64_t batch) {
                 int64_t at_a = batch * a->stride_a + (a->trans_a ? p * a->lda + i : i * a->lda + p);
                 int64_t at_b = batch * a->stride_b + (a->trans_b ? j * a->ldb + p : p * a->ldb + j);
                 sum += *DT__K(load)(a->dtype, a->a, at_a, 1, &x) *
-                       *DT__K(load)(a->dtype, a->b, at_b, 1, &y);
+                       *DT__K(load_operand)(a->dtype, a->b_quant, a->b, at_b, 1, &y);
             }
             DT__K(matmul_epilogue)(a, batch, i, j, 1, 1, &sum, 1);
         }
@@ -12697,7 +13105,7 @@ typedef struct DT__K(gemm_plan) {
    begins at element `at` + p * ld, becomes row p of the panel. If `pairs` is set, rows 2p and
    2p + 1 become row p. The source has `have` columns; if that is less than `width`, the other
    columns of the panel are set to zero. */
-DT__FN void DT__K(pack_rows)(dt_dtype dtype, int pairs, DT__REAL *panel, int64_t width,
+DT__FN void DT__K(pack_rows)(dt_dtype dtype, int quant, int pairs, DT__REAL *panel, int64_t width,
     const void *from, int64_t at, int64_t ld, int64_t have, int64_t terms) {
     /* 1 if DT__MR_ROUNDED elements of each row can be copied without leaving the source row. This
        copy overruns the panel's row, and the copy of the next row overwrites the excess. */
@@ -12719,9 +13127,10 @@ DT__FN void DT__K(pack_rows)(dt_dtype dtype, int pairs, DT__REAL *panel, int64_t
 #endif
     (void)pairs;
     /* 1 if a memcpy of constant size can copy a row */
-    int fixed_size = !dt__narrow(dtype) && have == width && (width == DT__NR || width == DT__MR);
+    int fixed_size =
+        !quant && !dt__narrow(dtype) && have == width && (width == DT__NR || width == DT__MR);
     for (int64_t p = 0; p < terms; p++, panel += width, at += ld) {
-        const DT__REAL *row = DT__K(load)(dtype, from, at, have, panel);
+        const DT__REAL *row = DT__K(load_operand)(dtype, quant, from, at, have, panel);
         int64_t i = 0;
         if (fixed_size && width == DT__NR)
             memcpy(panel, row, DT__NR * sizeof *row);
@@ -12811,8 +13220,8 @@ DT__FN void DT__K(transpose)(
 /* Loads `terms` elements of one row, at most 64, in the form that the micro-kernel reads: an array
    with one word per step. A word is one element; if `pairs` is 1, it is two 16-bit elements. If no
    conversion is needed, returns a pointer into the source. Otherwise fills and returns `buf`. */
-DT__FN const DT__REAL *DT__K(load_words)(
-    dt_dtype dtype, int pairs, const void *from, int64_t at, int64_t terms, DT__REAL *buf) {
+DT__FN const DT__REAL *DT__K(load_words)(dt_dtype dtype, int quant, int pairs, const void *from,
+    int64_t at, int64_t terms, DT__REAL *buf) {
 #if DT__BITS == 32 && DT__ISA == 2
     if (pairs) {
         memset(buf, 0, 64 * sizeof *buf);
@@ -12821,13 +13230,13 @@ DT__FN const DT__REAL *DT__K(load_words)(
     }
 #endif
     (void)pairs;
-    return DT__K(load)(dtype, from, at, terms, buf);
+    return DT__K(load_operand)(dtype, quant, from, at, terms, buf);
 }
 
 /* Packs one panel (steps,width) from a source whose row i becomes column i of the panel. Transposes
    the elements of 64 k indices at a time, so that these elements stay in L1. */
-DT__FN void DT__K(pack_columns)(dt_dtype dtype, int pairs, DT__REAL *panel, int64_t width,
-    const void *from, int64_t at, int64_t ld, int64_t have, int64_t terms) {
+DT__FN void DT__K(pack_columns)(dt_dtype dtype, int quant, int pairs, DT__REAL *panel,
+    int64_t width, const void *from, int64_t at, int64_t ld, int64_t have, int64_t terms) {
     static const DT__REAL none[64] = { 0 };
     DT__REAL buf[DT__TRANSPOSE][64];
     for (int64_t p = 0; p < terms; p += 64) {
@@ -12837,8 +13246,8 @@ DT__FN void DT__K(pack_columns)(dt_dtype dtype, int pairs, DT__REAL *panel, int6
         for (int64_t i = (width - 1) / DT__TRANSPOSE * DT__TRANSPOSE; i >= 0; i -= DT__TRANSPOSE) {
             const DT__REAL *row[DT__TRANSPOSE];
             for (int l = 0; l < DT__TRANSPOSE; l++)
-                row[l] = i + l < have ? DT__K(load_words)(
-                                            dtype, pairs, from, at + (i + l) * ld + p, n, buf[l])
+                row[l] = i + l < have ? DT__K(load_words)(dtype, quant, pairs, from,
+                                            at + (i + l) * ld + p, n, buf[l])
                                       : none;
             DT__K(transpose)(panel + i, width, row, steps);
         }
@@ -12847,12 +13256,13 @@ DT__FN void DT__K(pack_columns)(dt_dtype dtype, int pairs, DT__REAL *panel, int6
 }
 
 /* Packing. Copies `count` rows of A or columns of B to panels, in the order in which the
-   micro-kernel reads them. If `transpose` is 1, each row of the source is a row of A or a column of
-   B. If `transpose` is 0, each row of the source belongs to one k index. In this case 16 source
+   micro-kernel reads them, and converts them to the compute type: `quant` is B's format. If
+   `transpose` is 1, each row of the source is a row of A or a column of B. If `transpose` is 0,
+   each row of the source belongs to one k index. In this case 16 source
    rows are copied to all panels before the next 16 rows, so that all elements of a source row are
    read at about the same time. */
-DT__FN void DT__K(pack)(const DT__K(gemm_plan) * w, DT__REAL *to, int64_t width, const void *from,
-    int64_t at, int64_t ld, int transpose, int64_t count, int64_t terms) {
+DT__FN void DT__K(pack)(const DT__K(gemm_plan) * w, int quant, DT__REAL *to, int64_t width,
+    const void *from, int64_t at, int64_t ld, int transpose, int64_t count, int64_t terms) {
     dt_dtype dtype = w->args->dtype;
     /* a step of 16 source rows is even, so that it does not separate the two elements of a pair */
     int64_t kc = w->pairs ? (terms + 1) / 2 : terms, step = transpose ? terms : 16;
@@ -12861,9 +13271,9 @@ DT__FN void DT__K(pack)(const DT__K(gemm_plan) * w, DT__REAL *to, int64_t width,
         int64_t n = terms - p < step ? terms - p : step;
         for (int64_t j = 0; j < count; j += width, panel += kc * width) {
             if (transpose) DT__K(pack_columns)
-            (dtype, w->pairs, panel, width, from, at + j * ld, ld, count - j, n);
+            (dtype, quant, w->pairs, panel, width, from, at + j * ld, ld, count - j, n);
             else DT__K(pack_rows)(
-                dtype, w->pairs, panel, width, from, at + p * ld + j, ld, count - j, n);
+                dtype, quant, w->pairs, panel, width, from, at + p * ld + j, ld, count - j, n);
         }
     }
 }
@@ -12910,14 +13320,14 @@ DT__FN void DT__K(matmul_block)(const DT__K(gemm_plan) * w, int64_t batch, int64
     int64_t tile_number = 0; /* number of the tile within the current group of panels */
     int64_t prefetch_stride;
     DT__K(pack)
-    (w, w->b_block, DT__NR, a->b, from_b + j0 * (a->trans_b ? a->ldb : 1), a->ldb, a->trans_b,
-        j1 - j0, terms);
+    (w, a->b_quant, w->b_block, DT__NR, a->b, from_b + j0 * (a->trans_b ? a->ldb : 1), a->ldb,
+        a->trans_b, j1 - j0, terms);
     for (int64_t i = i0; i < i1; i += DT__MR) {
         int64_t rows = i1 - i < DT__MR ? i1 - i : DT__MR, panel = (i - i0) / DT__MR % DT__A_PANELS;
         if (panel == 0) tile_number = 0;
         if (panel == 0) DT__K(pack)
-        (w, w->a_panels, DT__MR, a->a, from_a + i * (a->trans_a ? 1 : a->lda), a->lda, !a->trans_a,
-            i1 - i < DT__A_PANELS * DT__MR ? i1 - i : DT__A_PANELS * DT__MR, terms);
+        (w, 0, w->a_panels, DT__MR, a->a, from_a + i * (a->trans_a ? 1 : a->lda), a->lda,
+            !a->trans_a, i1 - i < DT__A_PANELS * DT__MR ? i1 - i : DT__A_PANELS * DT__MR, terms);
         for (int64_t j = j0; j < j1; j += DT__NR, at += next) {
             int64_t cols = j1 - j < DT__NR ? j1 - j : DT__NR, ld = DT__NR;
             DT__REAL *tile = w->c_tiles + at,
@@ -13001,6 +13411,7 @@ DT__FN dt_status DT__K(matmul_with)(const dt_matmul_args *args, int pairs) {
     if (a.lda == 0) a.lda = a.trans_a ? a.m : a.k;
     if (a.ldb == 0) a.ldb = a.trans_b ? a.k : a.n;
     if (a.ldc == 0) a.ldc = a.n;
+    if (a.b_quant && !dt_quant_bytes((dt_quant)a.b_quant, a.ldb)) return DT_ERR_ARG;
     if (!a.work) {
         for (int64_t i = 0; i < a.batch; i++) DT__K(matmul_naive)(&a, i);
         return DT_OK;
@@ -13009,7 +13420,7 @@ DT__FN dt_status DT__K(matmul_with)(const dt_matmul_args *args, int pairs) {
 #ifdef DT_USE_CBLAS
     int fits = a.m < INT_MAX && a.n < INT_MAX && a.k < INT_MAX && a.lda < INT_MAX &&
                a.ldb < INT_MAX && a.ldc < INT_MAX;
-    if (fits && !dt__narrow(a.dtype) && a.k > 0 &&
+    if (fits && !dt__narrow(a.dtype) && !a.b_quant && a.k > 0 &&
         (size_t)a.n * 16 * sizeof(DT__REAL) <= a.work_bytes) {
         for (int64_t i = 0; i < a.batch && a.m > 0 && a.n > 0; i++) DT__K(matmul_cblas)(&a, i);
         return DT_OK;
@@ -13051,7 +13462,8 @@ DT__FN dt_status DT__K(matmul_with)(const dt_matmul_args *args, int pairs) {
 
 DT__FN dt_status DT__K(matmul)(const dt_matmul_args *a) {
 #if DT__BITS == 32 && DT__ISA == 2
-    if (a->dtype == DT_BF16 && dt__bf16_pairs_are_fast()) return DT__K(matmul_with)(a, 1);
+    if (a->dtype == DT_BF16 && !a->b_quant && dt__bf16_pairs_are_fast())
+        return DT__K(matmul_with)(a, 1);
 #endif
     return DT__K(matmul_with)(a, 0);
 }
@@ -14955,6 +15367,11 @@ static dt_status dt__cpu_cast(const dt_cast_args *a, void *stream) {
     return DT_OK;
 }
 
+static dt_status dt__cpu_quantize(const dt_quantize_args *a, void *stream) {
+    (void)stream;
+    return dt_quantize((dt_quant)a->quant, a->in, (int64_t)a->count, a->out);
+}
+
 static dt_status dt__cpu_copy(const dt_copy_args *a, void *stream) {
     (void)stream;
     if (a->out_stride == a->row_bytes && a->in_stride == a->row_bytes) {
@@ -15039,7 +15456,8 @@ DT__CPP_WARNINGS_ON
              dt_broadcast_to, dt_sum_dims and its kin, dt_cumsum, dt_patches, convolution, pooling,
              dt_group_norm, negative dimensions, -1 in dt_reshape, dt_sigmoid and its kin,
              dt_minimum, comparisons, dt_where, dt_bce_with_logits, dt_one_hot, dt_argmax, dt_keep,
-             dt_weights_load_all; the kernels digest, where, cumsum, patches and patches_back, which
+             dt_weights_load_all, dt_adapter (LoRA), dt_param_desc.quant (quantised weights);
+             the kernels digest, quantize, where, cumsum, patches and patches_back, which
              your own table needs too, and pair_loss in place of mse. Under dt_no_grad a block drops
              what it made. A tensor that is used after dt_reset fails; so does dt_grad with an index
              that the node does not have. dt_max_over and dt_topk order NaN above all numbers

@@ -479,7 +479,7 @@ typedef struct dt_extra_state {
 typedef struct dt_weight_map {
     char name[2][96];
     dt_weight_part part[2]; /* part[i] is in the tensor name[i]; part[i].name is not used */
-    int n;                  /* 1 or 2 */
+    int n;                  /* 1 or 2; in an export -1: the file does not have the parameter */
     int64_t columns;        /* 0 means the parameter's last dimension */
     dt_shape shape;         /* full shape of each of the file's tensors */
 } dt_weight_map;
@@ -5643,11 +5643,11 @@ static char *dt__all_gather_texts(dt_ctx *ctx, const char *mine, size_t n, size_
 }
 
 /* Sets *p to a parameter's position in model.safetensors. p->n = 0 means that the parameter is
-   stored under its own name. */
+   stored under its own name, -1 that it is not stored. */
 static dt_status dt__ckpt_map_weight(const dt_checkpoint *c, const dt_tensor *t, dt_weight_map *p) {
     memset(p, 0, sizeof *p);
     if (c->desc.map_weight) c->desc.map_weight(t, p, c->desc.user);
-    if (p->n < 0 || p->n > 2)
+    if (p->n < (c->export_desc ? -1 : 0) || p->n > 2)
         return dt_fail(
             c->ctx, DT_ERR_ARG, "%s: map_weight gives %s %d parts; 1 or 2", c->what, t->name, p->n);
     for (int i = 0; i < 2; i++) p->part[i].name = p->n ? p->name[i] : t->name;
@@ -5892,7 +5892,8 @@ static dt_status dt__params_transfer(dt_checkpoint *c, dt_weights *w, dt__zero_b
     for (int i = bucket->first_param; i < bucket->first_param + bucket->n_params; i++) {
         dt_tensor *t = dt_param_get(ctx, i);
         dt_weight_map p;
-        if (dt__ckpt_map_weight(c, t, &p) != DT_OK ||
+        if (dt__ckpt_map_weight(c, t, &p) == DT_OK && p.n < 0) continue;
+        if (dt_error(ctx) != DT_OK ||
             dt__weights_copy_param(w, w->writing, t, p.columns, p.part, p.n ? p.n : 1) != DT_OK)
             return dt_error(ctx);
     }

@@ -33,6 +33,11 @@
    residual addition. Dropout is active only in a forward pass that has a step number
    (gpt_tokens.step).
 
+   LoRA and QLoRA: if config.lora.rank > 0, all parameters of the model are frozen, and the layers'
+   matrices that config.lora.modules names get adapters (dt_adapter), which are trained. In addition
+   config.base stores the frozen matrices of the layers in bf16, int8 or NF4 blocks (dt_quant), but
+   not the embeddings, the head, the norms and the experts.
+
    Mixture of experts (MoE): if config.experts > 0, every moe_every-th layer has `experts` MLPs
    instead of one, and each token uses top_k of them. The experts are sharded over config.ep
    (dt_parallel.h, section 5). If config.shared_experts > 0, every token also uses the shared
@@ -103,6 +108,26 @@
 enum { GPT_MAX_LAYERS = 192, GPT_MAX_STAGES = 2 * GPT_MAX_LAYERS + 2, GPT_MAX_MTP = 4 };
 enum { GPT_RECOMPUTE_NONE = 0, GPT_RECOMPUTE_SELECTIVE, GPT_RECOMPUTE_FULL };
 enum { GPT_GPT2 = 0, GPT_LLAMA };
+/* The modules that can have a LoRA adapter: attention's four matrices; Llama's gate, up and down;
+   GPT-2's fc. `down` is the output matrix of either MLP. */
+enum {
+    GPT_LORA_Q,
+    GPT_LORA_K,
+    GPT_LORA_V,
+    GPT_LORA_O,
+    GPT_LORA_GATE,
+    GPT_LORA_UP,
+    GPT_LORA_DOWN,
+    GPT_LORA_FC,
+    GPT_LORA_MODULES
+};
+/* LoRA (arXiv:2106.09685): y = x w^T + (alpha / rank) (dropout(x) a^T) b^T */
+typedef struct gpt_lora {
+    int rank;         /* 0: no adapters */
+    double alpha;     /* 0 means rank */
+    double dropout;   /* in [0,1), in training only */
+    unsigned modules; /* bits 1 << GPT_LORA_* */
+} gpt_lora;
 
 /* Sizes of multi-head latent attention. q and k of a head have nope_dim elements without position
    and rope_dim elements with rotary embedding; v has value_dim, at most nope_dim + rope_dim. */
@@ -142,10 +167,12 @@ typedef struct gpt_config {
     int recompute;       /* GPT_RECOMPUTE_*; every value gives bit-identical results */
     int recompute_every; /* for GPT_RECOMPUTE_FULL: layers per recomputed block; 0 means 1 */
     int arch;            /* GPT_GPT2 or GPT_LLAMA */
-    double norm_eps;     /* epsilon of layernorm and RMSNorm; 0 means 1e-5 */
-    double theta;        /* base of the rotary embedding; 0 means 10000 */
-    double dropout;      /* dropout probability, in [0,1) */
-    double smoothing;    /* label smoothing (arXiv:1512.00567), in [0,1) */
+    gpt_lora lora;
+    dt_quant base;    /* storage of the layers' frozen matrices; needs lora.rank > 0 */
+    double norm_eps;  /* epsilon of layernorm and RMSNorm; 0 means 1e-5 */
+    double theta;     /* base of the rotary embedding; 0 means 10000 */
+    double dropout;   /* dropout probability, in [0,1) */
+    double smoothing; /* label smoothing (arXiv:1512.00567), in [0,1) */
     /* Group that shards heads, hidden units and vocabulary. tp, cp, ep and pp may be NULL, which
        means a group of one rank */
     dt_comm *tp;
@@ -197,6 +224,8 @@ typedef struct gpt_layer {
     dt_tensor *experts_fc, *experts_fc_bias;     /* (E,F,C), (E,F) */
     dt_tensor *experts_gate_up;                  /* (E,2,F,C) */
     dt_tensor *experts_proj, *experts_proj_bias; /* (E,C,F), (E,C) */
+    /* (R,in), (out,R) */
+    dt_tensor *lora_a[GPT_LORA_MODULES], *lora_b[GPT_LORA_MODULES];
     /* the router's counts in training; route.experts is the caller's array (E), or NULL */
     dt_route_counts route;
     /* latent attention: q is (H,D,q_rank) or, without q_rank, (H,D,C), where D = nope_dim +
@@ -242,7 +271,16 @@ enum {
 enum { GPT_ONLY_2 = 1, GPT_ONLY_LLAMA, GPT_BOTH };
 enum { GPT_QKV_BIAS = 4, GPT_QK_NORM = 8, GPT_BRANCH_NORM = 16 };
 /* The kind of a parameter decides its initial values. Gains and biases have no weight decay. */
-enum { GPT_GAIN, GPT_BIAS, GPT_POSITION, GPT_MATRIX, GPT_BRANCH, GPT_ROUTER_BIAS };
+enum {
+    GPT_GAIN,
+    GPT_BIAS,
+    GPT_POSITION,
+    GPT_MATRIX,
+    GPT_BRANCH,
+    GPT_ROUTER_BIAS,
+    GPT_LORA_A,
+    GPT_LORA_B
+};
 /* One row of the table of parameters. */
 typedef struct gpt_param_row {
     int section, models;
@@ -291,6 +329,22 @@ static const gpt_param_row gpt_param_rows[] = {
         offsetof(gpt_layer, attn_proj) },
     { GPT_ATTENTION, GPT_BRANCH_NORM, "attn.norm.weight", "C", GPT_GAIN,
         offsetof(gpt_layer, attn_norm) },
+    { GPT_ATTENTION, GPT_BOTH, "attn.q.lora_a.weight", "+RC", GPT_LORA_A,
+        offsetof(gpt_layer, lora_a[GPT_LORA_Q]) },
+    { GPT_ATTENTION, GPT_BOTH, "attn.q.lora_b.weight", "/HDR", GPT_LORA_B,
+        offsetof(gpt_layer, lora_b[GPT_LORA_Q]) },
+    { GPT_ATTENTION, GPT_BOTH, "attn.k.lora_a.weight", "+RC", GPT_LORA_A,
+        offsetof(gpt_layer, lora_a[GPT_LORA_K]) },
+    { GPT_ATTENTION, GPT_BOTH, "attn.k.lora_b.weight", "/KDR", GPT_LORA_B,
+        offsetof(gpt_layer, lora_b[GPT_LORA_K]) },
+    { GPT_ATTENTION, GPT_BOTH, "attn.v.lora_a.weight", "+RC", GPT_LORA_A,
+        offsetof(gpt_layer, lora_a[GPT_LORA_V]) },
+    { GPT_ATTENTION, GPT_BOTH, "attn.v.lora_b.weight", "/KDR", GPT_LORA_B,
+        offsetof(gpt_layer, lora_b[GPT_LORA_V]) },
+    { GPT_ATTENTION, GPT_BOTH, "attn.proj.lora_a.weight", "R/A", GPT_LORA_A,
+        offsetof(gpt_layer, lora_a[GPT_LORA_O]) },
+    { GPT_ATTENTION, GPT_BOTH, "attn.proj.lora_b.weight", "+CR", GPT_LORA_B,
+        offsetof(gpt_layer, lora_b[GPT_LORA_O]) },
     { GPT_MLP, GPT_BOTH, "ln_2.weight", "C", GPT_GAIN, offsetof(gpt_layer, ln_2_gain) },
     { GPT_MLP, GPT_ONLY_2, "ln_2.bias", "C", GPT_BIAS, offsetof(gpt_layer, ln_2_bias) },
     { GPT_DENSE, GPT_ONLY_2, "mlp.fc.weight", "/FC", GPT_MATRIX, offsetof(gpt_layer, fc) },
@@ -300,6 +354,22 @@ static const gpt_param_row gpt_param_rows[] = {
     { GPT_DENSE, GPT_BOTH, "mlp.proj.weight", "C/F", GPT_BRANCH, offsetof(gpt_layer, mlp_proj) },
     { GPT_DENSE, GPT_ONLY_2, "mlp.proj.bias", "C", GPT_BIAS, offsetof(gpt_layer, mlp_proj_bias) },
     { GPT_MLP, GPT_BRANCH_NORM, "mlp.norm.weight", "C", GPT_GAIN, offsetof(gpt_layer, mlp_norm) },
+    { GPT_DENSE, GPT_ONLY_LLAMA, "mlp.gate.lora_a.weight", "+RC", GPT_LORA_A,
+        offsetof(gpt_layer, lora_a[GPT_LORA_GATE]) },
+    { GPT_DENSE, GPT_ONLY_LLAMA, "mlp.gate.lora_b.weight", "/FR", GPT_LORA_B,
+        offsetof(gpt_layer, lora_b[GPT_LORA_GATE]) },
+    { GPT_DENSE, GPT_ONLY_LLAMA, "mlp.up.lora_a.weight", "+RC", GPT_LORA_A,
+        offsetof(gpt_layer, lora_a[GPT_LORA_UP]) },
+    { GPT_DENSE, GPT_ONLY_LLAMA, "mlp.up.lora_b.weight", "/FR", GPT_LORA_B,
+        offsetof(gpt_layer, lora_b[GPT_LORA_UP]) },
+    { GPT_DENSE, GPT_ONLY_2, "mlp.fc.lora_a.weight", "+RC", GPT_LORA_A,
+        offsetof(gpt_layer, lora_a[GPT_LORA_FC]) },
+    { GPT_DENSE, GPT_ONLY_2, "mlp.fc.lora_b.weight", "/FR", GPT_LORA_B,
+        offsetof(gpt_layer, lora_b[GPT_LORA_FC]) },
+    { GPT_DENSE, GPT_BOTH, "mlp.proj.lora_a.weight", "R/F", GPT_LORA_A,
+        offsetof(gpt_layer, lora_a[GPT_LORA_DOWN]) },
+    { GPT_DENSE, GPT_BOTH, "mlp.proj.lora_b.weight", "+CR", GPT_LORA_B,
+        offsetof(gpt_layer, lora_b[GPT_LORA_DOWN]) },
     { GPT_EXPERT, GPT_BOTH, "moe.router.weight", "EC", GPT_MATRIX, offsetof(gpt_layer, router) },
     { GPT_EXPERT, GPT_BOTH, "moe.router.bias", "E", GPT_ROUTER_BIAS,
         offsetof(gpt_layer, router_bias) },
@@ -361,6 +431,16 @@ static inline int gpt_attention_has(gpt_config c, const gpt_param_row *r, int la
     return c.mla.kv_rank > 0;
 }
 
+static inline int gpt_is_lora(const gpt_param_row *r) {
+    return r->kind == GPT_LORA_A || r->kind == GPT_LORA_B;
+}
+/* Returns the GPT_LORA_* of a parameter of an adapter. */
+static inline int gpt_lora_module(const gpt_param_row *r) {
+    size_t first =
+        r->kind == GPT_LORA_A ? offsetof(gpt_layer, lora_a) : offsetof(gpt_layer, lora_b);
+    return (int)((r->at - first) / sizeof(dt_tensor *));
+}
+
 /* Returns 1 if the model has the parameter; for a parameter of a layer, 1 if layer number `layer`
    has it. A tied head has no parameter of its own, because it uses wte. */
 static inline int gpt_has_param(gpt_config c, const gpt_param_row *r, int layer) {
@@ -370,6 +450,8 @@ static inline int gpt_has_param(gpt_config c, const gpt_param_row *r, int layer)
         return 0;
     if (!gpt_attention_has(c, r, layer)) return 0;
     if (r->kind == GPT_ROUTER_BIAS && c.router_bias == 0 && c.route != DT_ROUTE_SIGMOID) return 0;
+    if (gpt_is_lora(r) && (c.lora.rank == 0 || !(c.lora.modules >> gpt_lora_module(r) & 1)))
+        return 0;
     return r->section == GPT_DENSE ? !mixture || c.shared_experts > 0
                                    : r->section != GPT_EXPERT || mixture;
 }
@@ -392,6 +474,7 @@ static inline int64_t gpt_size(gpt_config c, char letter) {
     case 'z': return c.mla.kv_rank;
     case 'w': return c.mla.nope_dim + c.mla.value_dim;
     case 'o': return (int64_t)c.heads * c.mla.value_dim;
+    case 'R': return c.lora.rank;
     }
     return letter - '0';
 }
@@ -490,22 +573,32 @@ static inline double gpt_flops_per_token(gpt_config c) {
            12.0 * gpt_all_layers(c) * attended * c.seq;
 }
 
+/* Returns 1 if config.base is the storage of the parameter. */
+static inline int gpt_is_base(const gpt_param_row *r) {
+    return (r->kind == GPT_MATRIX || r->kind == GPT_BRANCH) && gpt_is_in_layer(r) &&
+           r->section != GPT_EXPERT;
+}
+
 static inline dt_tensor *gpt_param(const gpt *m, const gpt_param_row *r, int layer) {
     gpt_config c = m->config;
     /* the standard deviation, scaled as in GPT-2 so that the sum of 2 L residual branches does not
        grow with L */
     double branch = 0.02 / sqrt(2.0 * c.layers);
+    dt_shape shape = gpt_shape(c, r, layer);
+    /* PEFT's kaiming_uniform with a = sqrt(5) is uniform in 1 / sqrt(inputs); b begins at zero, so
+       that the adapter does not change the model at first */
     const dt_init init[] = { DT_ONES, DT_ZEROS, DT_NORMAL(0.01), DT_NORMAL(0.02), DT_NORMAL(branch),
-        DT_ZEROS };
+        DT_ZEROS, DT_UNIFORM(1 / sqrt((double)shape.d[shape.nd - 1])), DT_ZEROS };
     int from_zero = r->kind == GPT_GAIN && c.parts.gemma; /* the gain is 1 + weight */
     dt_param_desc d = { .no_decay = r->kind == GPT_GAIN || r->kind == GPT_BIAS, .dtype = c.dtype };
     d.matrices = gpt_matrices(c, r, layer);
+    d.frozen = c.lora.rank > 0 && !gpt_is_lora(r);
+    if (gpt_is_base(r)) d.quant = c.base;
     if (r->kind == GPT_ROUTER_BIAS) d.frozen = 1, d.dtype = c.dtype == DT_F64 ? DT_F64 : DT_F32;
     gpt_shard(m, r, &d);
     if (gpt_is_embedding(r) && m->tied)
         d.grad_placements[1] = (dt_grad_placement){ m->tied, DT_GRAD_PARTIAL };
-    return dt_param_at(
-        m->ctx, r->name, gpt_shape(c, r, layer), init[from_zero ? GPT_BIAS : r->kind], d);
+    return dt_param_at(m->ctx, r->name, shape, init[from_zero ? GPT_BIAS : r->kind], d);
 }
 
 static inline void gpt_register_section(gpt *m, int section, int layer) {
@@ -641,6 +734,21 @@ static inline int gpt_deepseek_bad(dt_ctx *ctx, gpt_config c) {
     return 0;
 }
 
+/* Returns the bits of the modules that can have an adapter. */
+static inline unsigned gpt_lora_modules(gpt_config c) {
+    unsigned modules = 0;
+    for (const gpt_param_row *r = gpt_param_rows; r < gpt_param_rows + GPT_PARAM_ROWS; r++)
+        if (gpt_is_lora(r) && r->models >> c.arch & 1) modules |= 1u << gpt_lora_module(r);
+    return modules;
+}
+
+static inline int gpt_lora_bad(gpt_config c) {
+    if (c.lora.rank == 0) return c.base != DT_QUANT_NONE;
+    return c.mla.kv_rank > 0 || c.lora.rank < 0 || !(c.lora.alpha >= 0) ||
+           !(c.lora.dropout >= 0 && c.lora.dropout < 1) || c.lora.modules == 0 ||
+           (c.lora.modules & ~gpt_lora_modules(c)) != 0;
+}
+
 /* [collective: tp and pp] Registers every parameter of this rank's stages. dt_zero_make allocates
    and initializes the parameters later. An invalid config fails the context. */
 static inline gpt gpt_register(dt_ctx *ctx, gpt_config c) {
@@ -679,6 +787,14 @@ static inline gpt gpt_register(dt_ctx *ctx, gpt_config c) {
             c.stages, p,
             (c.tied || c.mtp) && p == 1 ? ", which cannot both have a tied embedding," : "",
             gpt_items(c));
+        return m;
+    }
+    if (gpt_lora_bad(c)) {
+        dt_fail(ctx, DT_ERR_ARG,
+            "gpt_register: LoRA of rank %d, alpha %g, dropout %g on modules %#x, base %s: a base "
+            "needs adapters, and %s has modules %#x",
+            c.lora.rank, c.lora.alpha, c.lora.dropout, c.lora.modules, dt_quant_name(c.base),
+            c.arch == GPT_LLAMA ? "a Llama" : "a GPT-2", gpt_lora_modules(c));
         return m;
     }
     if (c.heads % dt_comm_size(c.tp) != 0) {
@@ -752,6 +868,7 @@ typedef struct gpt_pass {
     int item, end; /* items to run: [item, end), see gpt_config.stage_begin */
     gpt_tokens tokens;
     dt_tensor *positions; /* tokens.positions, or its default if NULL */
+    dt_tensor *index;     /* tokens.index of all tokens that tensor-parallel layers have */
     dt_placement outside; /* over tp: placement of activations outside tensor-parallel layers */
     gpt_cache *cache;     /* NULL in training */
 } gpt_pass;
@@ -782,14 +899,42 @@ static inline dt_tensor *gpt_norm(const gpt *m, dt_tensor *x, dt_tensor *gain, d
         x, gain, (dt_rmsnorm_desc){ m->config.norm_eps, m->config.parts.gemma ? 1 : 0 });
 }
 
+/* Returns the LoRA adapter of a module of the current layer; one without `a` if there is none. Its
+   dropout depends on the module and, as gpt_dropout, on seed, step and token. */
+static inline dt_adapter gpt_adapter(const gpt_pass *r, int module) {
+    const gpt_config *c = &r->model->config;
+    const gpt_layer *l = &r->model->layer[gpt_layer_at(r)];
+    dt_adapter d = { .a = l->lora_a[module], .b = l->lora_b[module] };
+    if (!d.a) return d;
+    d.scale = c->lora.alpha > 0 ? c->lora.alpha / c->lora.rank : 1;
+    d.dropout = r->tokens.step ? c->lora.dropout : 0;
+    d.tokens = r->index;
+    /* after the sites of gpt_dropout */
+    uint64_t site =
+        (uint64_t)(3 * GPT_MAX_LAYERS + 1 + GPT_LORA_MODULES * gpt_layer_at(r) + module);
+    d.key = gpt_hash(gpt_hash(gpt_hash(dt_ctx_seed(d.a->ctx)) + r->tokens.step) + site);
+    return d;
+}
+
+/* x w^T + b, with the module's adapter if it has one. */
+static inline dt_tensor *gpt_linear(
+    const gpt_pass *r, dt_tensor *x, dt_tensor *w, dt_tensor *b, int activation, int module) {
+    dt_adapter adapter = gpt_adapter(r, module);
+    return dt_linear_at(x, w, b,
+        (dt_linear_desc){ .activation = activation, .adapters = adapter.a ? &adapter : NULL });
+}
+
 /* Residual branch, x + dropout(norm(h w^T + b)), where `norm` is NULL except for Gemma. Without
    norm and dropout one op computes the product and the addition. */
 static inline dt_tensor *gpt_branch(const gpt_pass *r, dt_tensor *x, dt_tensor *h, dt_tensor *w,
-    dt_tensor *b, dt_tensor *norm, int site) {
+    dt_tensor *b, dt_tensor *norm, int module, int site) {
     dt_comm *tp = r->model->config.tp;
+    dt_adapter adapter = gpt_adapter(r, module);
+    dt_linear_desc d = { .adapters = adapter.a ? &adapter : NULL };
     int plain = r->model->config.dropout == 0 || r->tokens.step == 0;
-    if (plain && !norm) return dt_row_linear(h, w, b, x, tp, r->outside);
-    h = dt_row_linear(h, w, b, NULL, tp, r->outside);
+    if (plain && !norm) d.residual = x;
+    h = dt_row_linear_at(h, w, b, d, tp, r->outside);
+    if (d.residual) return h;
     if (norm) h = gpt_norm(r->model, h, norm, NULL);
     return dt_add(x, gpt_dropout(r, h, site));
 }
@@ -922,10 +1067,12 @@ static inline dt_tensor *gpt_heads(dt_tensor *x, void *user) {
     if (m->config.mla.kv_rank) return gpt_latent_heads(r, x);
     dt_tensor *n = gpt_enter(r, gpt_norm(m, x, l->ln_1_gain, l->ln_1_bias));
     /* (B,T,H,D) */
-    dt_tensor *q = gpt_rotate(r, dt_linear(n, l->q, l->q_bias), l->q_norm);
+    dt_tensor *q = gpt_linear(r, n, l->q, l->q_bias, DT_ACT_NONE, GPT_LORA_Q);
+    q = gpt_rotate(r, q, l->q_norm);
     /* (B,T,K,D) */
-    dt_tensor *k = gpt_rotate(r, dt_linear(n, l->k, l->k_bias), l->k_norm);
-    dt_tensor *v = dt_linear(n, l->v, l->v_bias);
+    dt_tensor *k = gpt_linear(r, n, l->k, l->k_bias, DT_ACT_NONE, GPT_LORA_K);
+    dt_tensor *v = gpt_linear(r, n, l->v, l->v_bias, DT_ACT_NONE, GPT_LORA_V);
+    k = gpt_rotate(r, k, l->k_norm);
     if (r->cache) {
         /* the keys and values of all tokens so far, (1,length+T,K,D) */
         k = gpt_cache_append(r->cache, &r->cache->k[gpt_layer_at(r)], k);
@@ -937,15 +1084,21 @@ static inline dt_tensor *gpt_heads(dt_tensor *x, void *user) {
                            : dt_attention(q, k, v, gpt_attn_desc(r));
     if (!heads) return NULL;
     const int64_t *d = heads->shape.d;
-    return dt_reshape(heads, DT_SHAPE(d[0], d[1], d[2] * d[3]));
+    /* with one token or one head the reshape alone does not know it; an adapter's dropout needs it */
+    return dt_place(
+        dt_reshape(heads, DT_SHAPE(d[0], d[1], d[2] * d[3])), m->config.tp, DT_SHARD(2));
 }
 
 /* The MLP's hidden layer, (B,T,C) -> (B,T,F/tp). */
-static inline dt_tensor *gpt_hidden(const gpt *m, const gpt_layer *l, dt_tensor *n) {
+static inline dt_tensor *gpt_hidden(const gpt_pass *r, const gpt_layer *l, dt_tensor *n) {
+    if (r->model->config.arch == GPT_GPT2)
+        return gpt_linear(r, n, l->fc, l->fc_bias, DT_ACT_GELU, GPT_LORA_FC);
     /* one product computes gate and up, (B,T,2,F) */
-    if (m->config.parts.gemma) return dt_geglu(dt_linear(n, l->gate_up, NULL));
-    if (m->config.arch == GPT_LLAMA) return dt_swiglu(dt_linear(n, l->gate_up, NULL));
-    return dt_linear_at(n, l->fc, l->fc_bias, (dt_linear_desc){ .activation = DT_ACT_GELU });
+    dt_adapter adapters[2] = { gpt_adapter(r, GPT_LORA_GATE), gpt_adapter(r, GPT_LORA_UP) };
+    int adapted = adapters[0].a || adapters[1].a;
+    dt_tensor *h = dt_linear_at(
+        n, l->gate_up, NULL, (dt_linear_desc){ .adapters = adapted ? adapters : NULL, .parts = 2 });
+    return r->model->config.parts.gemma ? dt_geglu(h) : dt_swiglu(h);
 }
 
 /* The attention half of a layer, (B,T,C) -> (B,T,C). */
@@ -956,8 +1109,8 @@ static inline dt_tensor *gpt_attention_forward(const gpt_pass *r, dt_tensor *x) 
     dt_tensor *heads = x && is_recomputed ? dt_block_at(x->ctx, gpt_heads, x, (void *)r,
                                                 (dt_block_desc){ .recompute = 1 })
                                           : gpt_heads(x, (void *)r);
-    return gpt_branch(
-        r, x, heads, l->attn_proj, l->attn_proj_bias, l->attn_norm, 1 + 2 * gpt_layer_at(r));
+    return gpt_branch(r, x, heads, l->attn_proj, l->attn_proj_bias, l->attn_norm, GPT_LORA_O,
+        1 + 2 * gpt_layer_at(r));
 }
 
 /* Mixture of experts (MoE): router, token dispatch, experts, token combine. n is the output of the
@@ -1002,12 +1155,13 @@ static inline dt_tensor *gpt_mlp_forward(const gpt_pass *r, dt_tensor *x) {
     gpt_layer *l = &m->layer[layer];
     dt_tensor *n = gpt_norm(m, x, l->ln_2_gain, l->ln_2_bias), *inside = gpt_enter(r, n);
     if (!gpt_is_moe(m->config, layer))
-        return gpt_branch(
-            r, x, gpt_hidden(m, l, inside), l->mlp_proj, l->mlp_proj_bias, l->mlp_norm, site);
+        return gpt_branch(r, x, gpt_hidden(r, l, inside), l->mlp_proj, l->mlp_proj_bias,
+            l->mlp_norm, GPT_LORA_DOWN, site);
     x = dt_add(x, gpt_dropout(r, gpt_moe_forward(r, l, n, inside), site));
     if (m->config.shared_experts == 0) return x;
     site = 2 * gpt_all_layers(m->config) + 1 + layer;
-    return gpt_branch(r, x, gpt_hidden(m, l, inside), l->mlp_proj, l->mlp_proj_bias, NULL, site);
+    return gpt_branch(
+        r, x, gpt_hidden(r, l, inside), l->mlp_proj, l->mlp_proj_bias, NULL, GPT_LORA_DOWN, site);
 }
 
 /* Runs one layer, or only its attention or its MLP if the stage has only this half. dt_block_at
@@ -1089,8 +1243,9 @@ static inline gpt_pass gpt_pass_make(gpt *m, gpt_tokens t, gpt_cache *cache) {
         };
         r.tokens.context = dt_cp_make(m->ctx, m->config.cp, d);
     }
-    if (m->config.dropout > 0 && t.step) {
+    if ((m->config.dropout > 0 || m->config.lora.dropout > 0) && t.step) {
         if (!t.index) r.tokens.index = gpt_token_positions(m, B, T, 1);
+        r.index = r.tokens.index;
         r.tokens.index = dt_redistribute(r.tokens.index, m->config.tp, DT_REPLICATE, r.outside);
     }
     return r;

@@ -766,8 +766,9 @@ static inline void gpt_for_each_param(
     gpt *m, gpt_file_kind kind, dt_weights *w, gpt_param_fn fn, void *user) {
     for (const gpt_param_row *r = gpt_param_rows; r < gpt_param_rows + GPT_PARAM_ROWS; r++)
         for (int i = 0; i < (gpt_is_in_layer(r) ? gpt_all_layers(m->config) : 1); i++) {
-            /* after an error the sizes may be 0 */
-            if (dt_error(m->ctx) != DT_OK || !gpt_has_param(m->config, r, i)) continue;
+            /* after an error the sizes may be 0; adapters are in files of their own */
+            if (dt_error(m->ctx) != DT_OK || !gpt_has_param(m->config, r, i) || gpt_is_lora(r))
+                continue;
             dt_weight_map p = gpt_file_location_of(m, r, i, kind);
             gpt_set_part_names(&p);
             fn(m, r, i, &p, w, user);
@@ -816,8 +817,9 @@ static inline int gpt_is_ignored(const gpt *m, const char *name) {
     return m->config.tied && strcmp(name, "lm_head.weight") == 0;
 }
 
-/* Checks, before any tensor is read, that the file's format and header allow this model. */
-static inline dt_status gpt_load_fits(gpt *m, const char *path, dt_llmc h) {
+/* Checks, before any tensor is read or written, that the file's format and header allow this
+   model. */
+static inline dt_status gpt_load_fits(gpt *m, const char *path, dt_llmc h, int writing) {
     gpt_config c = m->config;
     if ((c.experts || c.mla.kv_rank || c.mtp) && (h.version || !gpt_is_deepseek(c)))
         return dt_fail(m->ctx, DT_ERR_UNSUPPORTED,
@@ -826,6 +828,10 @@ static inline dt_status gpt_load_fits(gpt *m, const char *path, dt_llmc h) {
         return dt_fail(m->ctx, DT_ERR_UNSUPPORTED,
             "%s: no model of transformers has this combination of config.parts; %s is the nearest",
             path, gpt_model_types[gpt_file_model(&c)]);
+    if (c.base && writing)
+        return dt_fail(m->ctx, DT_ERR_UNSUPPORTED,
+            "%s: the weights are stored as %s, which weight files do not have", path,
+            dt_quant_name(c.base));
     if (!h.version && (c.arch == GPT_LLAMA || c.kv_heads == c.heads)) return DT_OK;
     if (!h.version)
         return dt_fail(m->ctx, DT_ERR_IO,
@@ -848,7 +854,7 @@ static inline dt_status gpt_load(gpt *m, const char *path) {
     if (!w) return dt_error(m->ctx);
     int count = dt_weights_count(w);
     char *used = (char *)dt_alloc(m->ctx, DT_MEM_HOST, (size_t)count + 1, "gpt_load");
-    if (used && gpt_load_fits(m, path, dt_weights_llmc(w)) == DT_OK) {
+    if (used && gpt_load_fits(m, path, dt_weights_llmc(w), 0) == DT_OK) {
         memset(used, 0, (size_t)count + 1);
         gpt_for_each_param(m, gpt_file_kind_of(m, w), w, gpt_load_one, used);
         for (int i = 0; i < count && dt_error(m->ctx) == DT_OK; i++)
@@ -901,7 +907,8 @@ static inline void gpt_file_location_one(
                ((m->config.tied && s->param == m->head) || (m->mtp_wte && s->param == m->mtp_wte));
     (void)w;
     if (*gpt_slot(m, r, layer) != s->param && !tied) return;
-    *s->place = *p;
+    /* a checkpoint keeps the blocks of quantised weights, which other programs cannot read */
+    if (s->param->param->desc.quant == DT_QUANT_NONE) *s->place = *p;
 }
 
 static inline void gpt_file_location_in(
@@ -938,7 +945,7 @@ static inline char *gpt_config_text(gpt *m) {
 static inline dt_status gpt_save(gpt *m, const char *folder, int64_t shard_bytes) {
     char name[4096];
     gpt_file_kind kind = { .prefix = m->config.arch == GPT_LLAMA ? "model." : "transformer." };
-    if (gpt_load_fits(m, folder, kind.llmc) != DT_OK) return dt_error(m->ctx);
+    if (gpt_load_fits(m, folder, kind.llmc, 1) != DT_OK) return dt_error(m->ctx);
     if (gpt_path_beside(m->ctx, name, sizeof name, folder, "model.safetensors") != 0)
         return dt_error(m->ctx);
     dt_weights *w = dt_weights_create(m->ctx, name,
@@ -974,6 +981,7 @@ typedef struct gpt_export_state {
 static inline void gpt_export_location(const dt_tensor *param, dt_weight_map *place, void *user) {
     gpt_export_state *o = (gpt_export_state *)user;
     gpt_file_location_in(o->model, o->kind, param, place);
+    if (place->n == 0) place->n = -1; /* adapters: lora_files.h */
 }
 
 /* [collective: world] Writes one model.safetensors and one config.json, whatever the layout of the
@@ -990,7 +998,7 @@ static inline dt_status gpt_export(gpt *m, dt_zero *zero, const char *path) {
             "%s: llm.c's models are tied GPT-2 "
             "with a feed-forward of 4 times the width, in f32 or bf16",
             path);
-    if (gpt_load_fits(m, path, out.kind.llmc) != DT_OK) return dt_error(m->ctx);
+    if (gpt_load_fits(m, path, out.kind.llmc, 1) != DT_OK) return dt_error(m->ctx);
     if (m->config.experts)
         return dt_fail(m->ctx, DT_ERR_UNSUPPORTED,
             "%s: only gpt_save writes MoE models: this function does not divide experts into "

@@ -23,6 +23,7 @@
 #include <unistd.h>
 
 #include "gpt_files.h"
+#include "lora_files.h"
 
 /* Indices of train_row.mem, whose values are in bytes. PARAMS, GRADS and OPTIM are live bytes at
    the end of the step; ACTS, COMM and PEAK (the peak of all memory) are peaks of the step. Each
@@ -106,10 +107,13 @@ typedef struct train_config {
     int64_t stop_at;       /* number of the last step */
     int64_t eval_every;    /* number of steps between validations; 0: only after the last step */
     const char *export_to; /* path for gpt_export at the end; NULL: none */
-    const char *save;      /* folder for checkpoints; NULL: none */
-    int64_t save_every;    /* number of steps between checkpoints; 0: only after the last step */
-    int keep, background;  /* as in dt_checkpoint_desc */
-    const char *settings;  /* text that is saved with each checkpoint; NULL: none */
+    /* LoRA: export_to is a folder for the adapters alone, unless `merge` is 1 */
+    const char *adapter;  /* folder of the initial adapters for gpt_lora_load; NULL: none */
+    int merge;            /* 1: add the adapters to the weights before the export */
+    const char *save;     /* folder for checkpoints; NULL: none */
+    int64_t save_every;   /* number of steps between checkpoints; 0: only after the last step */
+    int keep, background; /* as in dt_checkpoint_desc */
+    const char *settings; /* text that is saved with each checkpoint; NULL: none */
     /* A checkpoint, or a folder of checkpoints, from which to resume; NULL: start from step 1. The
        folder may be empty only if it is the same folder as `save`. */
     const char *resume;
@@ -514,9 +518,10 @@ static inline void train_footprint_formula(
         const dt_shard_spec *shards = dt_param_get(ctx, bucket->first_param)->param->desc.shards;
         int k = 0;
         for (int i = 0; i < 3; i++) k |= mesh->ep && shards[i].comm == mesh->ep;
-        if (bucket->frozen) { /* router biases */
+        if (bucket->frozen) { /* router biases; with LoRA all weights, maybe as blocks of bytes */
             int N = n->sharded[0] ? n->kind[k].shard_ranks : 1;
-            n->formula[0] += (double)bucket->padded * (double)dt_dtype_size(bucket->dtype) / N;
+            if (!params)
+                n->formula[0] += (double)bucket->padded * (double)dt_dtype_size(bucket->dtype) / N;
             continue;
         }
         n->kind[k].params += (int64_t)bucket->count;
@@ -957,6 +962,16 @@ static inline dt_param_group train_adamw_group(
     return g;
 }
 
+/* Writes the model, or the adapters alone, to export_to. */
+static inline void train_export(const train_config *c, gpt *model, dt_zero *optimizer) {
+    if (c->model.lora.rank && !c->merge) {
+        gpt_lora_export(model, optimizer, c->export_to, c->weights);
+        return;
+    }
+    if (c->model.lora.rank) gpt_lora_merge(model);
+    if (dt_error(model->ctx) == DT_OK) gpt_export(model, optimizer, c->export_to);
+}
+
 /* [collective: world] Runs a whole training run. `user` points to a train_config. */
 static inline dt_status train(dt_ctx *ctx, void *user) {
     const train_config *c = (const train_config *)user;
@@ -991,6 +1006,7 @@ static inline dt_status train(dt_ctx *ctx, void *user) {
     train_batch b = { .T = T, .local_tokens = T / mesh.sizes.cp };
     train_checkpoint saved = { .checkpoint = NULL };
     if (c->weights) gpt_load(&model, c->weights);
+    if (c->adapter && dt_error(ctx) == DT_OK) gpt_lora_load(&model, c->adapter);
     dt_text *text = train_open(ctx, &c->data, (int)T), *val = train_open(ctx, &c->val, (int)T);
     train_batch_make(c, &model, &mesh, text, &b);
     if (dt_error(ctx) == DT_OK) train_checkpoint_open(c, &model, optimizer, text, &saved);
@@ -1003,8 +1019,7 @@ static inline dt_status train(dt_ctx *ctx, void *user) {
     /* A stopped run does not export, because it will continue from its checkpoint. */
     int completed = !c->dry && !saved.stopped;
     if (completed && dt_error(ctx) == DT_OK) train_swap_ema(c, optimizer);
-    if (c->export_to && completed && dt_error(ctx) == DT_OK)
-        gpt_export(&model, optimizer, c->export_to);
+    if (c->export_to && completed && dt_error(ctx) == DT_OK) train_export(c, &model, optimizer);
     if (c->at_end && !saved.stopped && dt_error(ctx) == DT_OK && (first || c->zero.stage == 3))
         c->at_end(ctx, &model, c->user);
     if (c->footprint && dt_error(ctx) == DT_OK) {

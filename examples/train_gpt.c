@@ -90,6 +90,20 @@ enum { BUILT, NOT_BUILT };
         "tied embeddings: one matrix for embedding and head") \
     X(DROPOUT, "dropout", REAL, BUILT, "0", 0, 0.999, "X", \
         "dropout of the embedding and of both branches of a layer") \
+    X(LORA, "lora", INT, BUILT, NULL, 1, MEGA, "R", \
+        "LoRA: freeze the model and train adapters of rank R") \
+    X(LORA_ALPHA, "lora-alpha", REAL, BUILT, NULL, 1e-9, 1e9, "X", \
+        "scale of the adapters' output, times R [=lora]") \
+    X(LORA_DROPOUT, "lora-dropout", REAL, BUILT, "0", 0, 0.999, "X", \
+        "dropout of the adapters' inputs") \
+    X(LORA_ON, "lora-on", TEXT, BUILT, NULL, 0, 0, "LIST", \
+        "modules q,k,v,o, gate,up,down (llama), fc,proj (gpt2), all [q,v]") \
+    X(BASE, "base", WORD, BUILT, NULL, 0, 0, "bf16|int8|nf4", \
+        "QLoRA: storage of the layers' frozen matrices [the type]") \
+    X(ADAPTER, "adapter", TEXT, BUILT, NULL, 0, 0, "DIR", \
+        "start from an adapter of PEFT, with its rank and modules") \
+    X(MERGE, "merge", SWITCH, BUILT, "off", 0, 0, "on|off", \
+        "--save-model writes the model with the adapters added") \
     X(EXPERTS, "experts", TEXT, BUILT, "dense", 0, 0, "E", \
         "mixture of experts (MoE): E experts replace each MLP") \
     X(TOP_K, "top-k", INT, BUILT, "2", 1, MEGA, "K", "experts per token") \
@@ -1518,6 +1532,78 @@ static void check_tokenizer(const value *v, int vocab) {
             v[O_TOKENIZER].text, ids, vocab, ids);
 }
 
+/* Returns the bits of the modules in the list of --lora-on. */
+static unsigned lora_modules(const value *v, const gpt_config *c) {
+    const char *list = v[O_LORA_ON].text;
+    unsigned modules = 0, all = gpt_lora_modules(*c);
+    for (size_t n; *list; list += n + (list[n] == ',')) {
+        char legal[80] = "";
+        unsigned bit = 0;
+        n = strcspn(list, ",");
+        for (int i = 0; i < GPT_LORA_MODULES; i++) {
+            const char *name =
+                i == GPT_LORA_DOWN && c->arch == GPT_GPT2 ? "proj" : gpt_lora_names[i].option;
+            if (!(all >> i & 1)) continue;
+            if (strlen(name) == n && strncmp(name, list, n) == 0) bit = 1u << i;
+            snprintf(legal + strlen(legal), sizeof legal - strlen(legal), "%s,", name);
+        }
+        if (n == 3 && strncmp(list, "all", n) == 0) bit = all;
+        if (!bit)
+            refuse("--lora-on %s: '%.*s' is no module of this model; its modules are %sall",
+                v[O_LORA_ON].text, (int)n, list, legal);
+        modules |= bit;
+    }
+    return modules;
+}
+
+/* Takes the rank, alpha and modules from the adapter in the folder of --adapter. */
+static void lora_of_file(value *v, gpt_config *c) {
+    dt_ctx *ctx = probe_ctx();
+    const char *path = v[O_ADAPTER].text;
+    check_kind(O_ADAPTER, path, A_DIRECTORY);
+    c->lora = gpt_lora_from(ctx, path, c->arch);
+    if (dt_error(ctx) != DT_OK) refuse("--adapter: %s", error_without_rank(ctx));
+    dt_ctx_free(ctx);
+    if (v[O_LORA].text && v[O_LORA].number != c->lora.rank)
+        refuse("--lora %s: the adapter in %s has rank %d; leave --lora out", v[O_LORA].text, path,
+            c->lora.rank);
+    if (v[O_LORA_ALPHA].text && v[O_LORA_ALPHA].number != c->lora.alpha)
+        refuse("--lora-alpha %s: the adapter in %s has alpha %g; leave --lora-alpha out",
+            v[O_LORA_ALPHA].text, path, c->lora.alpha);
+    if (v[O_LORA_ON].text && lora_modules(v, c) != c->lora.modules)
+        refuse("--lora-on %s: the adapter in %s has other modules; leave --lora-on out",
+            v[O_LORA_ON].text, path);
+    compute(&v[O_LORA], c->lora.rank);
+}
+
+/* Checks the options of LoRA and copies them to the model's configuration. */
+static void resolve_lora(value *v, gpt_config *c) {
+    static const int needing[] = { O_LORA_ALPHA, O_LORA_DROPOUT, O_LORA_ON, O_BASE, O_MERGE };
+    if (v[O_ADAPTER].text) lora_of_file(v, c);
+    for (size_t i = 0; i < sizeof needing / sizeof *needing; i++)
+        if (!v[O_LORA].text && v[needing[i]].from >= GIVEN)
+            refuse("--%s %s needs --lora R or --adapter DIR", table[needing[i]].name,
+                v[needing[i]].text);
+    if (!v[O_LORA].text) return;
+    if (!v[O_LORA_ON].text) set(&v[O_LORA_ON], O_LORA_ON, "q,v", COMPUTED);
+    if (!v[O_ADAPTER].text) {
+        c->lora.rank = int_of(v, O_LORA);
+        c->lora.alpha = v[O_LORA_ALPHA].text ? v[O_LORA_ALPHA].number : c->lora.rank;
+        c->lora.modules = lora_modules(v, c);
+    }
+    c->lora.dropout = v[O_LORA_DROPOUT].number;
+    if (v[O_BASE].text) c->base = (dt_quant)(DT_QUANT_BF16 + int_of(v, O_BASE));
+    if (c->base == DT_QUANT_BF16 && c->dtype == DT_BF16) c->base = DT_QUANT_NONE;
+    if (c->base > DT_QUANT_BF16 && (c->width % 64 || c->ffn % 64))
+        refuse("--base %s: blocks of 64 elements do not divide --width %d and --ffn %d",
+            v[O_BASE].text, c->width, c->ffn);
+    if (v[O_MERGE].number && c->base)
+        refuse("--merge on with --base %s: the stored weights cannot hold the sum; save the "
+               "adapter, and merge it without --base: --adapter DIR --merge on",
+            v[O_BASE].text);
+    if (v[O_MERGE].number && !v[O_SAVE_MODEL].text) refuse("--merge on needs --save-model DIR");
+}
+
 static gpt_config resolve_model(value *v) {
     static const dt_dtype dtypes[] = { DT_F32, DT_BF16, DT_F16, DT_F64 };
     open_tokenizer(v);
@@ -1529,6 +1615,7 @@ static gpt_config resolve_model(value *v) {
     resolve_recompute(v[O_RECOMPUTE].text, &c);
     resolve_experts(v, &c);
     resolve_deepseek(v, &c);
+    resolve_lora(v, &c);
     return c;
 }
 
@@ -1903,6 +1990,11 @@ static void resolve_sharding(const value *v, dt_mesh_desc mesh, gpt_config *m) {
     if (m->experts % mesh.ep != 0)
         refuse("--ep %d does not divide --experts %d; use --ep %d", mesh.ep, m->experts,
             (int)largest_divisor(m->experts, mesh.ep));
+    if (m->base > DT_QUANT_BF16 && (m->width % (64 * mesh.tp) || m->ffn % (64 * mesh.tp)))
+        refuse(
+            "--base %s --tp %d: a row of --width %d or --ffn %d has no whole number of blocks of "
+            "64 on each rank",
+            v[O_BASE].text, mesh.tp, m->width, m->ffn);
     if (v[O_SAVE_MODEL].text && m->experts)
         refuse("--save-model: other programs' formats do not have these MoE layers; use --save "
                "with --experts");
@@ -2021,6 +2113,8 @@ static train_config resolve(value *v) {
         long_of(v, O_LR_STEPS), v[O_MIN_LR_RATIO].number, 0 };
     c.adamw_lr_scale = tiny_if_zero(v[O_ADAMW_LR_SCALE].number);
     c.weights = v[O_MODEL].text;
+    c.adapter = v[O_ADAPTER].text;
+    c.merge = v[O_MERGE].number != 0;
     c.trace = v[O_TRACE].text;
     c.seq = int_of(v, O_SEQ);
     c.micro_batch = int_of(v, O_MICRO_BATCH);
@@ -2214,7 +2308,7 @@ typedef struct output {
     int option;
     char path[4096];
 } output;
-enum { MAX_OUTPUTS = 6 };
+enum { MAX_OUTPUTS = 8 };
 
 static int is_llmc(const char *path) {
     size_t n = strlen(path);
@@ -2224,7 +2318,7 @@ static int is_llmc(const char *path) {
 static int find_outputs(const value *v, output out[MAX_OUTPUTS]) {
     static const int named[] = { O_LOG_CSV, O_TRACE, O_SCHEDULE_SVG };
     static const char *const saved[] = { "/model.safetensors", "/model.safetensors.index.json",
-        "/config.json" };
+        "/config.json", "/adapter_model.safetensors", "/adapter_config.json" };
     const char *model = v[O_SAVE_MODEL].text;
     int n = 0;
     for (int i = 0; i < 3; i++)
@@ -2232,7 +2326,7 @@ static int find_outputs(const value *v, output out[MAX_OUTPUTS]) {
             out[n].option = named[i];
             snprintf(out[n++].path, sizeof out->path, "%s", v[named[i]].text);
         }
-    for (int i = 0; model && i < (is_llmc(model) ? 1 : 3); i++) {
+    for (int i = 0; model && i < (is_llmc(model) ? 1 : 5); i++) {
         out[n].option = O_SAVE_MODEL;
         snprintf(out[n++].path, sizeof out->path, "%s%s", model, is_llmc(model) ? "" : saved[i]);
     }
@@ -2308,6 +2402,7 @@ static void check_outputs(const value *v, const train_config *c) {
         train_files_add_dir(&models, S_ISDIR(st.st_mode) ? model : path, endings);
         if (!S_ISDIR(st.st_mode)) train_files_add(&models, model, 0);
     }
+    if (v[O_ADAPTER].text) train_files_add_dir(&models, v[O_ADAPTER].text, endings);
     check_overwrites(v, c, &models);
     train_files_free(&models);
     if (!v[O_DRY_RUN].number) check_save(v);
@@ -2316,6 +2411,14 @@ static void check_outputs(const value *v, const train_config *c) {
         refuse(
             "--save-model: GPT-2's files have one key head per query head; leave --kv-heads out, "
             "or use --arch llama");
+    for (int i = 0; c->model.lora.rank && !c->merge && i < GPT_LORA_MODULES; i++)
+        if (c->model.lora.modules >> i & 1 && !gpt_lora_file_name(c->model.arch, i))
+            refuse(
+                "--save-model: PEFT's files have no adapter of GPT-2's %s alone; use --merge on, "
+                "or --lora-on o,fc,proj",
+                gpt_lora_names[i].option);
+    if (is_llmc(folder) && c->model.lora.rank && !c->merge)
+        refuse("--save-model %s: an adapter needs a folder; or use --merge on", folder);
     if (is_llmc(folder)) {
         const gpt m = { .config = c->model };
         if (!gpt_llmc(&m).version)
@@ -2663,11 +2766,11 @@ static void csv_rewind(dt_ctx *ctx, const job *j, int64_t step) {
    changeable_options, and then prints the old and the new value. */
 static const int fixed_options[] = { O_ARCH, O_LAYERS, O_WIDTH, O_HEADS, O_KV_HEADS, O_FFN, O_SEQ,
     O_VOCAB, O_TIE, O_EXPERTS, O_TOP_K, O_MOE_EVERY, O_SHARED_EXPERTS, O_CAPACITY, O_ROUTER_BIAS,
-    O_SHUFFLE, O_SEED, O_OPTIMIZER, O_DTYPE };
+    O_SHUFFLE, O_SEED, O_OPTIMIZER, O_DTYPE, O_LORA, O_LORA_ALPHA, O_LORA_ON, O_BASE };
 static const int changeable_options[] = { O_DROPOUT, O_BALANCE_LOSS, O_Z_LOSS, O_BATCH, O_STEPS,
     O_LR, O_LR_SCHEDULE, O_WARMUP, O_LR_STEPS, O_MIN_LR_RATIO, O_BATCH_RAMP, O_WEIGHT_DECAY, O_CLIP,
     O_BETA1, O_BETA2, O_EPS, O_MOMENTUM, O_ADAMW_LR_SCALE, O_LABEL_SMOOTHING, O_FREEZE_STEPS,
-    O_LOSS_SCALE, O_REDUCE, O_TOKENIZER, O_EMA, O_SKIP_LOSS_Z, O_SKIP_NORM_Z };
+    O_LOSS_SCALE, O_REDUCE, O_TOKENIZER, O_EMA, O_SKIP_LOSS_Z, O_SKIP_NORM_Z, O_LORA_DROPOUT };
 
 /* Returns 1 if option `id` has another value in `then`, the settings of a checkpoint; 0 if it has
    the same value or if the checkpoint does not know the option. Writes the checkpoint's value to
@@ -2772,8 +2875,8 @@ static void at_end(dt_ctx *ctx, gpt *model, void *user) {
 static const int per_rank_options[] = { O_DATA, O_RANK, O_RENDEZVOUS, O_TOKEN_FILE, O_TIMEOUT,
     O_OFFLOAD_OPTIM, O_OFFLOAD_PARAMS, O_MEM_LIMIT, O_LINK_LATENCY, O_LINK_BANDWIDTH, O_LOG_CSV,
     O_QUIET, O_PEAK_TFLOPS, O_CONFIG };
-static const int presence_options[] = { O_VAL, O_MODEL, O_TOKENIZER, O_SCHEDULE_SVG, O_SAVE,
-    O_RESUME, O_SAVE_MODEL, O_TRACE };
+static const int presence_options[] = { O_VAL, O_MODEL, O_ADAPTER, O_TOKENIZER, O_SCHEDULE_SVG,
+    O_SAVE, O_RESUME, O_SAVE_MODEL, O_TRACE };
 
 static int is_among(int id, const int *list, size_t n) {
     for (size_t i = 0; i < n; i++)
@@ -3068,7 +3171,7 @@ static dry_figures run_dry(const job *j, train_config c, double limit, train_foo
     for (int r = 0; r < ranks; r++) counts[r].forked = strcmp(j->v[O_BACKEND].text, "procs") == 0;
     c.dry = counts;
     c.footprint = footprint;
-    c.weights = c.trace = c.save = c.resume = c.export_to = NULL;
+    c.weights = c.adapter = c.trace = c.save = c.resume = c.export_to = NULL;
     c.stop_at = STEPS;
     c.ramp.samples = 0; /* without the batch ramp, every step has the full (largest) batch */
     memset(&c.val, 0, sizeof c.val);

@@ -123,7 +123,8 @@ run_one() { start "$@"; judge "$1"; }
 together="test_cuda_races test_cuda test_matrix_gpu test_parts.sh test_entry_points.sh \
           test_sanitized.sh test_cli.sh test_examples.sh test_memory test_kernels test_docs.sh test_tensor test_account test_gpt \
           test_seeds test_ops test_layers test_files test_file_safety test_placements test_cuda_blas test_cuda_shim test_schedule \
-          test_onebit test_muon test_fuzz test_index.sh test_tokenizer test_tokenizer.sh test_launch.sh test_hf.sh mutants"
+          test_onebit test_muon test_fuzz test_index.sh test_lora test_tokenizer test_tokenizer.sh test_launch.sh test_hf.sh \
+          test_peft.sh mutants"
 # These mostly wait: for timeouts, networks, disks and launchers. LANES of them at a time run beside compilers and the
 # tests above, the longest first.
 LANES=3
@@ -176,7 +177,7 @@ run_all() { # run_all NAME...
     of "$together" "$@"
     for name in "${chosen[@]}"; do
         buildable "$name" || continue
-        case $name in test_launch.sh | test_hf.sh | test_tokenizer.sh) end_python ;; esac
+        case $name in test_launch.sh | test_hf.sh | test_peft.sh | test_tokenizer.sh) end_python ;; esac
         start_beside $((CPUS + 1)) "$name" # 1: the lanes
         beside+=("$name")
     done
@@ -214,7 +215,7 @@ fi
 programs_of_scripts=()
 [ ${#scripts[@]} = 0 ] || [ "${scripts[*]}" = sanitized ] ||
     programs_of_scripts=(demo train_gpt power net_rank bench_{gemm,attention,train,comm,layouts})
-case " ${scripts[*]} " in *" test_hf.sh "* | *" test_launch.sh "* | *" test_tokenizer.sh "*) start_python ;; esac
+case " ${scripts[*]} " in *" test_hf.sh "* | *" test_peft.sh "* | *" test_launch.sh "* | *" test_tokenizer.sh "*) start_python ;; esac
 
 run_all "${programs[@]}" "${scripts[@]}"
 

@@ -51,6 +51,53 @@ static arrays product_arrays(const product &p, const dt_matmul_args &m) {
 
 static void *the_queue; // NULL here; test_cuda_blas.cc sets one
 
+// A product whose B has blocks: the same bytes on the CPU and on the device. Scratch memory for
+// `columns` columns of B makes several panels. In bf16 the device rounds the blocks' values first,
+// because tensor cores need 16-bit operands.
+static void compare_quantised(
+    dt_dtype dtype, dt_quant quant, int64_t m, int64_t n, int64_t k, int trans_b, int64_t columns) {
+    arrays x;
+    int64_t count = n * k, ldb = trans_b ? k : n;
+    std::vector<float> values((size_t)count);
+    for (float &v : values) v = (float)random_number();
+    push(x, ALIGNED, (size_t)(m * n), (double)k + 4, dtype);
+    push(x, ALIGNED, (size_t)(m * k), EXACT, dtype);
+    push(x, ALIGNED, dt_quant_bytes(quant, count), EXACT, DT_U8);
+    push(x, ALIGNED, (size_t)n, EXACT, dtype);
+    push(x, ALIGNED, (size_t)(m * n), EXACT, dtype);
+    push(x, ALIGNED, (size_t)(2 * columns * k + 256), SCRATCH);
+    CHECK(dt_quantize(quant, values.data(), count, x[2].data()) == DT_OK);
+    CHECK(dt_dequantize(quant, x[2].data(), count, values.data()) == DT_OK);
+    std::vector<uint16_t> rounded;
+    for (float v : values) rounded.push_back(dt__f32_to_bf16(v));
+    compare(dtc_text("%s product with %s, %ld x %ld x %ld, trans %d", dt_dtype_name(dtype),
+                dt_quant_name(quant), (long)m, (long)n, (long)k, trans_b),
+        x, [=](const dt_kernels *t, arrays &all) {
+            dt_matmul_args args;
+            memset(&args, 0, sizeof args);
+            args.dtype = dtype, args.m = m, args.n = n, args.k = k, args.trans_b = trans_b;
+            args.c = all[0].data(), args.a = all[1].data(), args.b = all[2].data();
+            args.bias = all[3].data(), args.residual = all[4].data();
+            args.b_quant = (int)quant, args.ldb = ldb;
+            args.work = all[5].data(), args.work_bytes = all[5].bytes();
+            if (t == dt_kernels_cpu()) args.work = NULL, args.work_bytes = 0;
+            if (t == dt_kernels_cpu() && dtype == DT_BF16)
+                args.b = rounded.data(), args.b_quant = 0;
+            dt_status status = t->matmul(&args, the_queue);
+            return status == DT_OK ? wait_for(t, the_queue) : status;
+        });
+}
+
+static void test_quantised_products() {
+    for (dt_dtype dtype : { DT_F32, DT_BF16 })
+        for (dt_quant quant : { DT_QUANT_BF16, DT_QUANT_INT8, DT_QUANT_NF4 })
+            for (int trans_b = 0; trans_b < 2; trans_b++) {
+                compare_quantised(dtype, quant, 5, 192, 128, trans_b, 64);
+                compare_quantised(dtype, quant, 33, 64, 64, trans_b, 256);
+            }
+    compare_quantised(DT_F32, DT_QUANT_NF4, 3, 70, 64, 1, 64);
+}
+
 static void compare_product(const product &p, size_t orders = 3, double grain = 0) {
     dt_matmul_args m;
     memset(&m, 0, sizeof m);
@@ -469,6 +516,7 @@ template <class T> static void test_mma() {
 
 static void test_products_and_attention() {
     test_product_shapes();
+    test_quantised_products();
     if (CUDA_ORDERS > 1) test_product_fusions();
     test_attention_lengths();
     test_attention_fields();

@@ -324,6 +324,36 @@ static void test_cast() {
     }
 }
 
+// Blocks have equal bytes: zeros, ties between two codes, extreme scales, NaNs and infinities.
+static void test_quantize() {
+    for (dt_quant quant : { DT_QUANT_BF16, DT_QUANT_INT8, DT_QUANT_NF4 })
+        for (int placement : { ALIGNED, FIRST_ODD }) {
+            arrays a;
+            size_t count = 64 * 43;
+            push(a, ALIGNED, dt_quant_bytes(quant, (int64_t)count), EXACT, DT_U8);
+            array &in = push(a, placement, count, EXACT, DT_F32);
+            for (size_t k = 0; k < count; k++) {
+                size_t block = k / 64;
+                float x = (float)random_number();
+                if (block == 0) x = 0;
+                if (block == 1)
+                    x = k == 64 ? 1 : (dt__nf4_values[k % 15] + dt__nf4_values[k % 15 + 1]) * 0.5f;
+                if (block > 1 && block < 12) x *= powf(10, 8 * (float)block - 50);
+                if (block == 12 && k % 7 == 0) x = NAN;
+                if (block == 13 && k % 7 == 0) x = k % 2 ? INFINITY : -INFINITY;
+                in.f()[k] = x;
+            }
+            compare(dtc_text("quantize %s", dt_quant_name(quant)), a,
+                [=](const dt_kernels *t, arrays &x) {
+                    dt_quantize_args args = { (int)quant, x[0].data(), x[1].f(), count };
+                    return t->quantize(&args, NULL);
+                });
+        }
+    dt_quantize_args args = { DT_QUANT_NF4, NULL, NULL, 65 };
+    CHECK(dt_kernels_cuda()->quantize(&args, NULL) == DT_ERR_ARG);
+    CHECK(dt_kernels_cpu()->quantize(&args, NULL) == DT_ERR_ARG);
+}
+
 static const float ODD_NUMBERS[] = { 0.0f, -0.0f, 40.0f, -40.0f, 1e20f, -1e20f, INFINITY, -INFINITY,
     NAN };
 
@@ -1917,6 +1947,7 @@ static void test_other_kernels() {
     test_cast();
     test_init();
     test_digest();
+    test_quantize();
     compare_square_sums(DT_F64, 0); // nvcc fuses an f64 product with its sum
     for (dt_dtype type : { DT_BF16, DT_F16, DT_F32 }) {
         if (type == DT_F16 && CUDA_ORDERS == 1) continue; // the same code paths as bf16

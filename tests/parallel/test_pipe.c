@@ -1217,7 +1217,7 @@ static dt_tensor *gathering_stage(dt_tensor *x, int stage, int micro, void *user
     gathering *g = (gathering *)user;
     dt_ctx *ctx = g->w[0]->ctx;
     float data[2 * GATHER_T * GATHER_C];
-    dt_linear_desc plain = { 0, NULL };
+    dt_linear_desc plain = { .activation = 0 };
     for (int i = 0; i < 2 * GATHER_T * GATHER_C; i++)
         data[i] = (float)((i * 7 + micro * 5 + dt_comm_rank(g->tp) * 3) % 17 - 8) / 9;
     dt_shape shape = DT_SHAPE(2, GATHER_T, GATHER_C);

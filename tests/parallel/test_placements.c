@@ -140,7 +140,8 @@ RUN(bag, dt_embedding_bag(x, y, z))
 RUN(layernorm, dt_layernorm(x, y, z, 0))
 RUN(rmsnorm, dt_rmsnorm(x, y, 0))
 RUN(linear, dt_linear_at(x, y, z, (dt_linear_desc){ .residual = u }))
-RUN(linear_gelu, dt_linear_at(x, y, z, (dt_linear_desc){ DT_ACT_GELU, u }))
+RUN(linear_gelu,
+    dt_linear_at(x, y, z, (dt_linear_desc){ .activation = DT_ACT_GELU, .residual = u }))
 RUN(product, dt_linear(x, y, NULL))
 RUN(wide, dt_linear(x, y, z))
 RUN(rope, dt_rope(x, y, (dt_rope_desc){ 0 }))
@@ -848,7 +849,7 @@ static int placed_as(const dt_tensor *x, const dt_comm *comm, dt_placement want)
 static dt_tensor *region(dt_tensor *x, void *user) {
     small *m = (small *)user;
     dt_tensor *h = dt_column_linear(
-        x, m->up, m->up_bias, (dt_linear_desc){ DT_ACT_GELU, NULL }, m->tp, DT_SHARD(1));
+        x, m->up, m->up_bias, (dt_linear_desc){ .activation = DT_ACT_GELU }, m->tp, DT_SHARD(1));
     CHECK(placed_as(h, m->tp, DT_SHARD(2)));
     return dt_row_linear(h, m->down, m->marked, x, m->tp, DT_SHARD(1));
 }

@@ -47,7 +47,7 @@ typedef struct spec {
         docs, type;
     int experts, top_k, capacity, every, shared, balance, z, bias, deep;
     int sched, chunks, cut, sp, kind, accum, micro, stage, shard, keep, no_overlap, tree, offload;
-    int optimizer, clip, bucket, freeze, split, recompute, steps, procs, devices, late, net;
+    int optimizer, clip, bucket, freeze, split, recompute, steps, procs, devices, late, net, lora;
 } spec;
 
 enum { SAMPLE = 16, MOST_DEVICES = 8 };
@@ -58,6 +58,7 @@ enum { OFF_NONE = 0, OFF_STATE, OFF_STATE_DISK, OFF_ALL, OFF_ALL_DISK };
 enum { REC_NONE = 0, REC_SELECTIVE, REC_FULL, REC_FULL_2, REC_FULL_3 };
 enum { OPT_ADAMW = 0, OPT_ADAM, OPT_SGD, OPT_MOMENTUM, OPT_OWN };
 enum { DEEP_NONE = 0, DEEP_LATENT, DEEP_LATENT_MTP, DEEP_MTP };
+enum { LORA_NONE = 0, LORA_QV, LORA_ALL, LORA_BF16, LORA_NF4, LORA_INT8, LORAS };
 enum { CUT_EVEN = 0, CUT_ENDS, CUT_LIST, CUT_LIST_2 };
 
 /* Parser, printer, generator and shrinker all read this table. The first value is the simplest.
@@ -68,7 +69,8 @@ enum { CUT_EVEN = 0, CUT_ENDS, CUT_LIST, CUT_LIST_2 };
    modules and ordinary attention. chunks: stages per rank. cut: stages of equal length, or embedding and head as
    stages of their own, or random stages. accum: micro-batches. shard: ranks of a ZeRO shard group,
    0: all. devices: 0: the CPU. late: the seed of the order in which streams run. net: ranks share
-   memory, connect by TCP, or have one device each and NCCL. */
+   memory, connect by TCP, or have one device each and NCCL. lora: adapters of a frozen GPT, whose
+   weights may be quantised. */
 typedef struct field {
     const char *name;
     size_t at;
@@ -90,6 +92,7 @@ static const field fields[] = {
     F(devices, 0, 1, 2, 3, 4, 5, 6, 8),
     F(late, 0),
     F(net, NET_NONE, NET_TCP, NET_NCCL),
+    F(lora, LORA_NONE, LORA_QV, LORA_ALL, LORA_BF16, LORA_NF4, LORA_INT8),
     /* the generator does not draw the fields above one by one */
     F(model, MODEL_GPT, MODEL_OWN),
     F(llama, 0, 1),
@@ -137,7 +140,7 @@ static const field fields[] = {
     F(recompute, REC_NONE, REC_SELECTIVE, REC_FULL, REC_FULL_2, REC_FULL_3),
     F(steps, 1, 2),
 };
-enum { FIELDS = sizeof fields / sizeof *fields, AXES = 5, FIRST = 9, DRAWN = FIELDS - FIRST + 6 };
+enum { FIELDS = sizeof fields / sizeof *fields, AXES = 5, FIRST = 10, DRAWN = FIELDS - FIRST + 6 };
 
 static int *value_of(spec *s, const field *f) { return (int *)((char *)s + f->at); }
 
@@ -479,7 +482,7 @@ static dt_tensor *own_forward(dt_tensor *x, own_model *own, int item, int end) {
 
 // ==== One training run ==========================================================================
 
-enum { MAX_STEPS = 3, MAX_VALUES = 300000, MAX_PARAMS = 160, MAX_EXPERTS = 40, NAME = 40 };
+enum { MAX_STEPS = 3, MAX_VALUES = 300000, MAX_PARAMS = 240, MAX_EXPERTS = 40, NAME = 40 };
 enum { MOST_RANKS = 32, MOST_MICROS = 16 };
 enum {
     BALANCE,
@@ -866,6 +869,22 @@ static void make_deep(spec s, gpt_config *c) {
     if (c->experts % 2 == 0 && c->experts / 2 >= s.top_k) c->expert_groups = 2, c->top_groups = 1;
 }
 
+/* Ranks 1 to 3, some or all modules, with and without dropout, each kind of storage. */
+static void fit_lora(spec s, gpt_config *c) {
+    static const dt_quant bases[LORAS] = { DT_QUANT_NONE, DT_QUANT_NONE, DT_QUANT_NONE,
+        DT_QUANT_BF16, DT_QUANT_NF4, DT_QUANT_INT8 };
+    if (s.lora == LORA_NONE) return;
+    c->base = bases[s.lora];
+    c->lora.rank = s.lora == LORA_QV ? 1 : s.lora == LORA_BF16 ? 3 : 2;
+    c->lora.alpha = 1.5;
+    c->lora.dropout = s.lora == LORA_QV || s.lora == LORA_INT8 ? 0 : 0.2;
+    c->lora.modules = gpt_lora_modules(*c);
+    if (s.lora == LORA_QV) c->lora.modules = 1 << GPT_LORA_Q | 1 << GPT_LORA_V;
+    if (s.lora == LORA_BF16)
+        c->lora.modules =
+            1 << GPT_LORA_K | 1 << GPT_LORA_O | (s.llama ? 1 << GPT_LORA_UP : 1 << GPT_LORA_FC);
+}
+
 static void register_model(job *j) {
     spec s = j->s;
     gpt_config config = { .layers = s.layers,
@@ -900,12 +919,17 @@ static void register_model(job *j) {
         .stage_begin = j->first };
     stage_begins(s, j->first);
     make_deep(s, &config);
+    fit_lora(s, &config);
     if (s.model == MODEL_GPT)
         j->g = gpt_register(j->ctx, config);
     else
         j->own = own_register(j->ctx, s, &j->mesh, j->first);
     for (int i = 0; i < s.layers + modules_of(s); i++)
         route_of(j, i)->experts = j->fell + i * experts_of(s);
+    /* with b = 0 the first gradient of a would be 0 */
+    for (int i = 0; i < dt_param_count(j->ctx); i++)
+        if (strstr(dt_param_get(j->ctx, i)->name, "lora_b"))
+            dt_param_get(j->ctx, i)->param->init = DT_UNIFORM(0.3);
     /* like dt_param_at(.frozen = 1): the models have no option for it */
     dt_tensor *t = dt_param_find(j->ctx, s.model == MODEL_OWN ? "l.0.down"
                                          : s.llama            ? "h.0.attn.q.weight"
@@ -946,7 +970,7 @@ static double pipeline_bytes(const job *j) {
             if ((stage + end) % s.pp == j->mesh.coord.pp) bytes += s.accum * edge_bytes(j, stage);
     for (int u = 0; u < j->zero->n_buckets; u++) {
         const dt__zero_bucket *z = &j->zero->buckets[u];
-        if (dt__tied_group(j->zero, &z->bucket))
+        if (!z->bucket.frozen && dt__tied_group(j->zero, &z->bucket))
             bytes += (double)(z->count * dt__zero_element_size(z));
     }
     return bytes * s.steps;
@@ -1469,6 +1493,16 @@ static const char *const named[] = {
     "accum=2,sched=4,layers=2,heads=2,dim=2,ffn=4,seq=2,vocab=17,stage=3,recompute=2,steps=2",
     "dp=2,tp=4,pp=4,accum=4,sched=2,layers=3,heads=1,dim=4,ffn=16,seq=2,vocab=31,tied=1,stage=3,"
     "clip=1,steps=3",
+    /* quantised weights: rows of whole blocks of 64 on each rank */
+    "lora=4,tp=2,llama=1,heads=2,gqa=2,dim=32,ffn=128,seq=3,vocab=17,steps=2,clip=1",
+    "lora=4,dp=2,tp=2,sp=1,pp=2,sched=2,accum=2,layers=2,heads=1,dim=64,ffn=128,seq=2,vocab=17,"
+    "steps=2,stage=1",
+    "lora=4,dp=3,llama=1,heads=1,dim=64,ffn=64,seq=3,vocab=17,accum=2,stage=3,steps=2,bucket=4096",
+    "lora=4,dp=2,cp=2,llama=1,heads=2,dim=32,ffn=192,seq=2,vocab=5,stage=2,steps=2,recompute=2",
+    "lora=4,dp=2,heads=1,dim=64,ffn=64,seq=3,vocab=17,stage=3,offload=3,steps=2,recompute=2",
+    "lora=5,tp=2,sp=1,dp=2,llama=1,heads=1,dim=64,ffn=128,seq=2,vocab=17,stage=3,steps=2",
+    "lora=5,pp=2,sched=4,accum=3,llama=1,layers=2,heads=2,dim=32,ffn=64,seq=2,vocab=17,steps=2,"
+    "offload=1",
 };
 enum { NAMED = sizeof named / sizeof *named };
 
@@ -1502,7 +1536,7 @@ static spec random_spec(uint64_t seed, int number, int attempt) {
     s.cp = f.cp;
     s.pp = f.pp;
     s.ep = f.ep;
-    s.procs = s.devices = s.late = s.net = 0;
+    s.procs = s.devices = s.late = s.net = s.lora = 0;
     /* a number of micro-batches that the pipeline's ranks do not divide */
     if (number >= n_factorings && number % 4 == 0 && s.pp > 1 && s.pp < 6) {
         s.sched = DT_SCHEDULE_INTERLEAVED;
@@ -1783,7 +1817,22 @@ static int one_case(const char *text) {
     return v.failed != 0;
 }
 
-enum { CASES = 348 };
+enum { CASES = 348, ADAPTED = 30 };
+
+/* Adds cases with adapters: every few cases of a GPT that are listed. */
+static void list_adapters(int cases) {
+    int gpts = 0, added = 0, every = cases / (2 * ADAPTED) + 1, n = n_listed;
+    for (int i = NAMED; i < n && added < ADAPTED; i++) {
+        spec s = listed[i];
+        if (s.model != MODEL_GPT || gpts++ % every) continue;
+        s.lora = LORA_QV + added++ % 3;
+        /* stored bytes have no padding */
+        if (s.lora == LORA_BF16 && s.ffn % s.tp) s.lora = LORA_ALL;
+        s.freeze = 0;
+        s.steps = larger(s.steps, 2);
+        list_case(s);
+    }
+}
 
 /* All cases of a run; cases in f64 come first. */
 static void list_cases(uint64_t seed, int cases) {
@@ -1801,6 +1850,7 @@ static void list_cases(uint64_t seed, int cases) {
         list_case(s);
     }
     if (cases >= n_factorings) list_pairs(seed);
+    list_adapters(cases);
     in_f64 = n_listed;
     for (int number = cases; number < cases + cases / 6; number++)
         if (choose(seed, number, -1, 1, &s)) list_case(s);

@@ -490,34 +490,36 @@ static dt_tensor *build_linear_at(dt_tensor **in, fd_case *c) {
     residual = c->dim & L_RESIDUAL ? in[at] : c->dim & L_SELF ? x : c->dim & L_WEIGHT ? w : NULL;
     if (c->dim & L_VIEW)
         residual = dt_reshape(dt_reshape(x, DT_SHAPE(dt_count(x->shape))), x->shape);
-    return dt_linear_at(x, w, b, (dt_linear_desc){ c->kind, residual });
+    return dt_linear_at(x, w, b, (dt_linear_desc){ .activation = c->kind, .residual = residual });
 }
 
 /* x w^T with a constant w and a residual, and several uses of the result: cases in which a
    gradient's buffer is passed on to the residual without a copy. */
 static dt_tensor *build_passed_on(dt_tensor **in, fd_case *c) {
     dt_tensor *w = noise_input(in[0]->ctx, DT_F64, DT_SHAPE(5, 5), 3, 1), *h = dt_tanh(in[0]);
-    dt_tensor *y = dt_linear_at(in[1], w, NULL, (dt_linear_desc){ 0, h });
+    dt_tensor *y = dt_linear_at(in[1], w, NULL, (dt_linear_desc){ .residual = h });
     if (c->kind == 0) return y;
     if (c->kind == 4) dt_require_grad(y);
     /* uses h again, before y's backward passes its gradient on */
-    dt_tensor *z = dt_linear_at(h, w, NULL, (dt_linear_desc){ DT_ACT_GELU, y });
+    dt_tensor *z =
+        dt_linear_at(h, w, NULL, (dt_linear_desc){ .activation = DT_ACT_GELU, .residual = y });
     if (c->kind == 1) return z;
     if (c->kind == 2)
-        return dt_linear_at(
-            z, w, NULL, (dt_linear_desc){ DT_ACT_SILU, dt_reshape(y, DT_SHAPE(5, 5)) });
+        return dt_linear_at(z, w, NULL,
+            (dt_linear_desc){
+                .activation = DT_ACT_SILU, .residual = dt_reshape(y, DT_SHAPE(5, 5)) });
     c->side = weigh(y, NULL);
     z = dt_loss(z, c->side, c->weight);
-    if (c->kind == 3) return dt_linear_at(y, w, NULL, (dt_linear_desc){ 0, z });
-    return dt_add(dt_linear_at(y, in[1], NULL, (dt_linear_desc){ DT_ACT_TANH, NULL }),
+    if (c->kind == 3) return dt_linear_at(y, w, NULL, (dt_linear_desc){ .residual = z });
+    return dt_add(dt_linear_at(y, in[1], NULL, (dt_linear_desc){ .activation = DT_ACT_TANH }),
         dt_reshape(z, DT_SHAPE(1, 5, 5)));
 }
 
 static dt_tensor *stream_layer(dt_tensor *x, void *user) {
     dt_tensor **in = (dt_tensor **)user;
     dt_tensor *h = dt_linear_at(
-        dt_rmsnorm(x, in[2], 0.1), in[1], in[2], (dt_linear_desc){ DT_ACT_GELU_ERF, NULL });
-    return dt_linear_at(h, in[3], NULL, (dt_linear_desc){ 0, x });
+        dt_rmsnorm(x, in[2], 0.1), in[1], in[2], (dt_linear_desc){ .activation = DT_ACT_GELU_ERF });
+    return dt_linear_at(h, in[3], NULL, (dt_linear_desc){ .residual = x });
 }
 
 static dt_tensor *stream_inside(dt_tensor *x, void *user) {
@@ -1030,7 +1032,8 @@ static void fd_move(void) {
    the gradient of the first op's activation. in: x, w, b, residual. */
 static dt_tensor *build_grouped(dt_tensor **in, fd_case *c) {
     int64_t rows[4] = { c->ids[0], c->ids[1], c->ids[2], c->ids[3] };
-    dt_linear_desc d = { c->kind & 1 ? DT_ACT_GELU : 0, c->kind & 2 ? in[3] : NULL },
+    dt_linear_desc d = { .activation = c->kind & 1 ? DT_ACT_GELU : 0,
+        .residual = c->kind & 2 ? in[3] : NULL },
                    plain = { 0, NULL };
     dt_tensor *y = dt_grouped_linear(in[0], in[1], in[2], rows, d);
     if (c->kind & 4) y = dt_grouped_linear(y, dt_transpose(in[1], 1, 2), NULL, rows, plain);
@@ -1303,7 +1306,8 @@ static int is_integer(const char *name) {
     }
 GOLDEN(linear, dt_linear(in[0], in[1], in[2]))
 GOLDEN(linear_at,
-    dt_linear_at(in[0], in[1], in[2], (dt_linear_desc){ (int)scalar(r, "activation"), in[3] }))
+    dt_linear_at(in[0], in[1], in[2],
+        (dt_linear_desc){ .activation = (int)scalar(r, "activation"), .residual = in[3] }))
 GOLDEN(layernorm, dt_layernorm(in[0], in[1], in[2], scalar(r, "eps")))
 GOLDEN(rmsnorm, dt_rmsnorm(in[0], in[1], scalar(r, "eps")))
 GOLDEN(gelu, dt_gelu(in[0]))
@@ -1716,7 +1720,8 @@ static dt_tensor *narrow_loss(dt_ctx *ctx, narrow_model *m, int micro) {
     dt_tensor *id = dt_input(ctx, DT_I32, DT_SHAPE(3), ids),
               *label = dt_input(ctx, DT_I32, DT_SHAPE(3), labels);
     dt_tensor *x = dt_rmsnorm(dt_embedding(m->table, id), m->gain, 0);
-    dt_tensor *y = dt_linear_at(x, m->w, NULL, (dt_linear_desc){ DT_ACT_SILU, m->own });
+    dt_tensor *y = dt_linear_at(
+        x, m->w, NULL, (dt_linear_desc){ .activation = DT_ACT_SILU, .residual = m->own });
     y = plus(plus(y, m->own), m->own);
     dt_tensor *side = weigh(dt_cast(dt_slice(m->own, 1, 2, 3), DT_F32), NULL);
     return dt_cross_entropy(dt_loss(y, dt_loss(side, weigh(m->plain, NULL), 1), 0.5), label, 2);
@@ -2041,25 +2046,26 @@ static dt_tensor *heads_of(tensors *p, int64_t b, int64_t t, int64_t h, int64_t 
 
 #define ROW(name, ...) \
     static void r_##name(tensors *p) { __VA_ARGS__; }
-ROW(activation, dt_linear_at(p->x, p->w, NULL, (dt_linear_desc){ DT_ACT_AFFINE, NULL }))
-ROW(activation_below, dt_linear_at(p->x, p->w, NULL, (dt_linear_desc){ -1, NULL }))
-ROW(residual, dt_linear_at(p->x, p->w, NULL, (dt_linear_desc){ 0, p->x }))
-ROW(residual_type, dt_linear_at(p->x, p->w, NULL, (dt_linear_desc){ 0, dt_cast(p->wide, DT_BF16) }))
-ROW(residual_stranger, dt_linear_at(p->x, p->w, NULL, (dt_linear_desc){ 0, p->stranger }))
+ROW(activation, dt_linear_at(p->x, p->w, NULL, (dt_linear_desc){ .activation = DT_ACT_AFFINE }))
+ROW(activation_below, dt_linear_at(p->x, p->w, NULL, (dt_linear_desc){ .activation = -1 }))
+ROW(residual, dt_linear_at(p->x, p->w, NULL, (dt_linear_desc){ .residual = p->x }))
+ROW(residual_type,
+    dt_linear_at(p->x, p->w, NULL, (dt_linear_desc){ .residual = dt_cast(p->wide, DT_BF16) }))
+ROW(residual_stranger, dt_linear_at(p->x, p->w, NULL, (dt_linear_desc){ .residual = p->stranger }))
 ROW(linear_null, dt_linear(p->x, NULL, NULL))
 static dt_tensor *grouped(tensors *p, int64_t a, int64_t b, dt_linear_desc d) {
     int64_t rows[2] = { a, b };
     return dt_grouped_linear(
         p->x, noise_input(p->ctx, DT_F32, DT_SHAPE(2, 5, 4), 1, 1), NULL, rows, d);
 }
-ROW(grouped_sum, grouped(p, 2, 2, (dt_linear_desc){ 0, NULL }))
-ROW(grouped_below, grouped(p, -1, 4, (dt_linear_desc){ 0, NULL }))
+ROW(grouped_sum, grouped(p, 2, 2, (dt_linear_desc){ 0 }))
+ROW(grouped_below, grouped(p, -1, 4, (dt_linear_desc){ 0 }))
 ROW(grouped_activation, grouped(p, 1, 2, (dt_linear_desc){ 99, NULL }))
-ROW(grouped_null, dt_grouped_linear(p->x, p->w, NULL, NULL, (dt_linear_desc){ 0, NULL }))
+ROW(grouped_null, dt_grouped_linear(p->x, p->w, NULL, NULL, (dt_linear_desc){ 0 }))
 ROW(grouped_dims, int64_t rows[5] = { 3 };
-    dt_grouped_linear(p->x, p->w, NULL, rows, (dt_linear_desc){ 0, NULL }))
-ROW(grouped_none, int64_t rows[1] = { 3 }; dt_grouped_linear(p->x,
-    dt_input(p->ctx, DT_F32, DT_SHAPE(0, 5, 4), NULL), NULL, rows, (dt_linear_desc){ 0, NULL }))
+    dt_grouped_linear(p->x, p->w, NULL, rows, (dt_linear_desc){ 0 }))
+ROW(grouped_none, int64_t rows[1] = { 3 }; dt_grouped_linear(
+    p->x, dt_input(p->ctx, DT_F32, DT_SHAPE(0, 5, 4), NULL), NULL, rows, (dt_linear_desc){ 0 }))
 ROW(rmsnorm, dt_rmsnorm(p->x, p->w, 0))
 ROW(rmsnorm_null, dt_rmsnorm(p->x, NULL, 0))
 ROW(layernorm_null, dt_layernorm(p->x, p->w, NULL, 0))
@@ -2814,7 +2820,7 @@ typedef struct recomputed {
 
 static dt_tensor *activated(dt_tensor *x, void *user) {
     recomputed *r = (recomputed *)user;
-    return dt_linear_at(x, r->w, NULL, (dt_linear_desc){ DT_ACT_GELU, NULL });
+    return dt_linear_at(x, r->w, NULL, (dt_linear_desc){ .activation = DT_ACT_GELU });
 }
 
 static dt_tensor *around_activated(dt_tensor *x, void *user) {
@@ -2841,7 +2847,8 @@ static void recompute_grads(dt_dtype type, int nested, int halves, int kept, flo
     if (kept) dt_require_grad(t);
     /* the first reader of v, so the last to add to v's gradient */
     dt_tensor *v = dt_gelu(t), *square = dt_mul(v, v);
-    dt_tensor *u = dt_linear_at(r.p, f, NULL, (dt_linear_desc){ 0, v }); /* a parameter as x */
+    dt_tensor *u =
+        dt_linear_at(r.p, f, NULL, (dt_linear_desc){ .residual = v }); /* a parameter as x */
     dt_tensor *loss = dt_mse(dt_add(u, square), noise_input(ctx, type, DT_SHAPE(8, 8), 6, 1), 64);
     if (halves)
         CHECK(dt_backward_input(loss) == DT_OK && dt_backward_weight(loss) == DT_OK);

@@ -2477,7 +2477,7 @@ typedef struct tg_graph {
 
 static dt_tensor *tg_block(dt_tensor *x, void *user) {
     tg_graph *g = (tg_graph *)user;
-    dt_linear_desc plain = { 0, NULL };
+    dt_linear_desc plain = { .activation = 0 };
     g->made[0] = dt__linear(x, g->w, NULL, plain, NULL, DT__LINEAR_TRANSIENT, NULL);
     g->made[1] = dt__lookup_rows("dt_gather_rows", g->made[0], g->rows, 1, 1);
     g->made[2] = dt_require_grad(dt__lookup_rows("dt_gather_rows", x, g->rows, 1, 1));
