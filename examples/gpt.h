@@ -1508,11 +1508,19 @@ static inline dt_tensor *gpt_cache_logits(gpt_cache *c, const int32_t *ids, int 
 
 /* How to sample a token from softmax(logits / temperature). If `temperature` is 0, the token with
    the largest logit is taken. If `limit` > 0, only ids below `limit` are sampled. If `top_k` > 0,
-   only the top_k largest logits are sampled, and also logits that equal the smallest of them. */
+   only the top_k largest logits are sampled. If 0 < top_p < 1, only the smallest set of the largest
+   of these whose probabilities have a sum of at least top_p (nucleus sampling, arXiv:1904.09751).
+   Logits that equal the smallest of a set belong to it. */
 typedef struct gpt_sampling {
     double temperature;
     int top_k, limit;
     uint64_t seed;
+    double top_p;
+    /* NULL, or a function that gets the n tokens so far, the given ones included, after each new
+       token. If it returns 1, this token is the last one. Every rank calls it, and it must return
+       the same on all ranks. */
+    int (*stop)(const int32_t *ids, int n, void *user);
+    void *user;
 } gpt_sampling;
 
 static inline int gpt_descending(const void *a, const void *b) {
@@ -1520,13 +1528,23 @@ static inline int gpt_descending(const void *a, const void *b) {
     return (x < y) - (x > y);
 }
 
-/* Returns the smallest of the top_k largest of n logits; -INFINITY if top_k does not exclude any
-   logit. `sorted` is a buffer of n elements. */
-static inline float gpt_top_k_threshold(const float *logits, int n, int top_k, float *sorted) {
-    if (top_k <= 0 || top_k >= n) return -INFINITY;
+static inline double gpt_weight(float logit, float largest, gpt_sampling s) {
+    return exp(((double)logit - (double)largest) / s.temperature);
+}
+
+/* Returns the smallest of n logits that top_k and top_p leave; -INFINITY if they leave all.
+   `sorted` is a buffer of n elements. */
+static inline float gpt_threshold(const float *logits, int n, gpt_sampling s, float *sorted) {
+    int k = s.top_k > 0 && s.top_k < n ? s.top_k : n, nucleus = s.top_p > 0 && s.top_p < 1, i = 0;
+    double sum = 0, mass = 0;
+    if (k == n && !nucleus) return -INFINITY;
     memcpy(sorted, logits, (size_t)n * sizeof *sorted);
     qsort(sorted, (size_t)n, sizeof *sorted, gpt_descending);
-    return sorted[top_k - 1];
+    while (k < n && sorted[k] == sorted[k - 1]) k++;
+    if (!nucleus) return sorted[k - 1];
+    for (int j = 0; j < k; j++) sum += gpt_weight(sorted[j], sorted[0], s);
+    while (i < k && mass < s.top_p * sum) mass += gpt_weight(sorted[i++], sorted[0], s);
+    return i > 0 ? sorted[i - 1] : sorted[0];
 }
 
 /* Samples an id below n, by inverting the cumulative distribution at u in [0,1). `sorted` is a
@@ -1538,13 +1556,11 @@ static inline int32_t gpt_sample(
     for (int i = 1; i < n; i++)
         if (logits[i] > logits[best]) best = i;
     if (s.temperature <= 0) return best;
-    float threshold = gpt_top_k_threshold(logits, n, s.top_k, sorted);
+    float threshold = gpt_threshold(logits, n, s, sorted);
     for (int i = 0; i < n; i++)
-        if (logits[i] >= threshold)
-            sum += exp(((double)logits[i] - (double)logits[best]) / s.temperature);
+        if (logits[i] >= threshold) sum += gpt_weight(logits[i], logits[best], s);
     for (int i = 0; i < n; i++) {
-        if (logits[i] >= threshold)
-            u -= exp(((double)logits[i] - (double)logits[best]) / s.temperature) / sum;
+        if (logits[i] >= threshold) u -= gpt_weight(logits[i], logits[best], s) / sum;
         if (u < 0) return i;
     }
     return best;
@@ -1602,7 +1618,7 @@ static inline int32_t gpt_generate_token(gpt_next_token *d) {
 }
 
 /* Generates text: `ids` begins with `given` >= 1 tokens, and the function appends tokens until
-   there are `total`. Once there are more than seq tokens, the model sees only the newest tokens,
+   there are `total` or s.stop ends it. Once there are more than seq tokens, the model sees only the newest tokens,
    between seq/2 and seq of them. */
 static inline dt_status gpt_generate(gpt *m, int32_t *ids, int given, int total, gpt_sampling s) {
     size_t bytes = 2 * (size_t)m->config.vocab * sizeof(float);
@@ -1620,7 +1636,9 @@ static inline dt_status gpt_generate(gpt *m, int32_t *ids, int given, int total,
             d.ids = ids + at - d.n;
             d.at = (double)(gpt_hash(gpt_hash(s.seed) + (uint64_t)at) >> 11) / 9007199254740992.0;
             int32_t token = gpt_generate_token(&d);
-            if (dt_error(m->ctx) == DT_OK) ids[at] = token;
+            if (dt_error(m->ctx) != DT_OK) break;
+            ids[at] = token;
+            if (s.stop && s.stop(ids, at + 1, s.user)) break;
         }
         gpt_cache_close(c);
     }

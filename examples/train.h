@@ -13,15 +13,13 @@
 #ifndef TRAIN_H
 #define TRAIN_H
 
-#include <dirent.h>
 #include <errno.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
+#include "data.h"
 #include "gpt_files.h"
 #include "lora_files.h"
 
@@ -43,6 +41,8 @@ typedef struct train_row {
     double mtp;              /* mean loss of the modules of multi-token prediction, not in `loss` */
     double dropped;          /* fraction of the router's choices dropped at the expert capacity */
     double val_loss;         /* NaN if no validation followed this step */
+    double val_bits; /* bits per byte of the validation text; NaN if its bytes are not known */
+    double epochs[DATA_SOURCES]; /* epochs of each source after this step */
     int skipped; /* 1: gradients overflowed under the loss scale; no parameter changed */
     int outlier; /* DT_OUTLIER_*: the step's loss or norm was an outlier; no parameter changed */
     double outlier_z; /* its z-score */
@@ -72,17 +72,6 @@ typedef struct train_footprint {
     double one_state;   /* bytes that class optim lacks, because Muon has one state for a matrix */
 } train_footprint;
 
-/* Data files, which are read as one text in this order. */
-typedef struct train_files {
-    char **path;
-    int count, capacity;
-    int64_t bytes;
-    int64_t tokens; /* number of tokens; each byte of a text file is a token */
-    int shards;     /* 1 if the tokens are in llm.c token shards, 0 if the bytes are the tokens */
-    char
-        encoded[40]; /* path of one shard with the tokens of all files; empty: the files are read */
-} train_files;
-
 typedef struct train_config {
     gpt_config model; /* train() fills in the groups and the stages */
     dt_mesh_desc mesh;
@@ -104,6 +93,14 @@ typedef struct train_config {
     int micro_batch, accum;
     /* 1: shuffle the sequences in each epoch, with the context's seed */
     int shuffle;
+    /* 1: while a step runs, the kernel reads the sequences of the next one (data_will_need) */
+    int read_ahead;
+    /* if n > 0, each sequence is split into documents, and attention and positions stay inside a
+       document */
+    data_end documents;
+    /* (model.vocab) bytes of text that each token stands for, for bits per byte; NULL: not known
+       if the data is token shards, else 1 */
+    const int32_t *token_bytes;
     int64_t stop_at;       /* number of the last step */
     int64_t eval_every;    /* number of steps between validations; 0: only after the last step */
     const char *export_to; /* path for gpt_export at the end; NULL: none */
@@ -148,112 +145,26 @@ typedef struct train_config {
 
 enum { TRAIN_EVAL_SEQUENCES = 64 }; /* largest number of validation sequences */
 
-// ==== Files ======================================================================================
-
-static inline int train_files_add(train_files *f, const char *path, int64_t bytes) {
-    if (f->count == f->capacity) {
-        int capacity = f->capacity ? 2 * f->capacity : 16;
-        char **more = (char **)realloc(f->path, (size_t)capacity * sizeof *more);
-        if (!more) return -1;
-        f->path = more;
-        f->capacity = capacity;
-    }
-    char *copy = strdup(path);
-    if (!copy) return -1;
-    f->path[f->count++] = copy;
-    f->bytes += bytes;
-    return 0;
-}
-
-static inline int train_by_name(const void *a, const void *b) {
-    return strcmp(*(char *const *)a, *(char *const *)b);
-}
-
-/* Adds the files of a directory, sorted by name, except hidden files. If `endings` is not NULL,
-   adds only files whose name has one of these endings. Returns -1 and sets errno on failure. */
-static inline int train_files_add_dir(train_files *f, const char *dir, const char *const *endings) {
-    DIR *d = opendir(dir);
-    struct dirent *e;
-    struct stat st;
-    char path[4096];
-    int first = f->count, failed = 0;
-    if (!d) return -1;
-    while (!failed && (errno = 0, e = readdir(d))) {
-        int fits = endings == NULL;
-        for (int i = 0; endings && endings[i]; i++) {
-            size_t length = strlen(e->d_name), end = strlen(endings[i]);
-            fits |= length > end && strcmp(e->d_name + length - end, endings[i]) == 0;
-        }
-        if (!fits || e->d_name[0] == '.') continue;
-        if (snprintf(path, sizeof path, "%s/%s", dir, e->d_name) >= (int)sizeof path)
-            errno = ENAMETOOLONG, failed = -1;
-        else if (stat(path, &st) != 0)
-            failed = -1;
-        else if (S_ISREG(st.st_mode))
-            failed = train_files_add(f, path, (int64_t)st.st_size);
-    }
-    if (!e && errno != 0) failed = -1;
-    int reason = errno; /* closedir may change errno */
-    closedir(d);
-    errno = reason;
-    if (f->count > first)
-        qsort(f->path + first, (size_t)(f->count - first), sizeof *f->path, train_by_name);
-    return failed;
-}
-
-/* Adds the project's own sources: those in `root`, then those in root/examples. Returns the number
-   of files, or 0 if the sources cannot be read. */
-static inline int train_files_add_sources(train_files *f, const char *root) {
-    static const char *const endings[] = { ".h", ".c", ".cu", NULL };
-    char path[4096 + 16];
-    snprintf(path, sizeof path, "%s/dt_tensor.h", root);
-    if (access(path, R_OK) != 0) return 0;
-    if (train_files_add_dir(f, root, endings) != 0) return 0;
-    snprintf(path, sizeof path, "%s/examples", root);
-    return train_files_add_dir(f, path, endings) == 0 ? f->count : 0;
-}
-
-/* Adds the project's own sources. Looks for them in the current directory, then in the parent of
-   the program's directory. */
-static inline int train_files_find_sources(train_files *f) {
-    char self[4096];
-    if (train_files_add_sources(f, ".")) return f->count;
-    ssize_t length = readlink("/proc/self/exe", self, sizeof self - 8);
-    if (length <= 0) return 0;
-    self[length] = 0;
-    char *slash = strrchr(self, '/');
-    strcpy(slash ? slash : self, "/..");
-    return train_files_add_sources(f, self);
-}
-
-static inline dt_text *train_open(dt_ctx *ctx, const train_files *f, int seq) {
-    const char *encoded = f->encoded;
-    if (*encoded) return dt_text_open(ctx, &encoded, 1, seq);
-    return f->count ? dt_text_open(ctx, (const char *const *)f->path, f->count, seq) : NULL;
-}
-
-static inline void train_files_free(train_files *f) {
-    for (int i = 0; i < f->count; i++) free(f->path[i]);
-    free(f->path);
-    memset(f, 0, sizeof *f);
-}
-
 // ==== One step ===================================================================================
 
 /* The batch of one step on one rank: this rank's tokens of each of the a * b sequences that its
    replica reads, where b is the micro-batch size and a the number of micro-batches. */
 typedef struct train_batch {
-    dt_data_order order;
-    /* shuffles all sequences of the data, in the same order on every rank; NULL: no shuffling */
-    dt_sampler *sampler;
+    dt_data_order order; /* of positions in the run: its number of sequences is infinite */
+    const data_end *documents;
+    data_set *ahead;         /* with read_ahead: the data again, for the next step; else NULL */
     int accum;               /* micro-batches of this step; buffers are for the largest step */
     int64_t T, local_tokens; /* tokens per sequence; T / cp of them are on this rank */
     int32_t *ids, *labels;   /* (a,b,local_tokens) */
     int32_t *index;          /* (a,b,local_tokens): index of each token among the step's tokens */
-    int32_t *sequence;       /* (5,T): ids, labels, token indices, next and ahead of one sequence */
+    int32_t *positions;      /* with documents: (a,b,local_tokens), in its document; else NULL */
+    int32_t *document;       /* the same: number of each token's document */
+    int32_t *all_positions, *all_documents; /* with cp, of all its ranks: (a,b,T), as dt_cp_desc */
+    /* (7,T) of one sequence: ids, labels, token indices, positions, documents, next and ahead */
+    int32_t *sequence;
     /* (2,mtp,a,b,local_tokens): gpt_tokens.next and .ahead of each module; NULL without modules */
-    int32_t *ahead;
-    size_t ahead_bytes;
+    int32_t *mtp_ids;
+    size_t mtp_bytes;
     double *losses;        /* (a,replicas): loss of each micro-batch of the step */
     double *expert_tokens; /* (layers,E): tokens per expert, for the router bias, or NULL */
     size_t experts_bytes;
@@ -262,56 +173,100 @@ typedef struct train_batch {
     size_t spans_bytes;
 } train_batch;
 
-/* Returns the index of the i-th sequence that a replica reads in micro-batch `micro`. The data
-   repeats in epochs without end. b->order.consumed is the position of the step in the data. */
-static inline int64_t train_sequence(const train_batch *b, int micro, int replica, int i) {
-    int64_t sequence = dt_data_order_sequence(b->order, 1, micro, replica, i);
-    if (!b->sampler) return sequence;
-    dt_sampler_seek(b->sampler,
-        (dt_sampler_state){ dt_data_order_epoch(b->order, 1, micro, replica, i), sequence });
-    return dt_sampler_next(b->sampler);
+/* Stores the positions and documents of a sequence of the batch, whose number in the batch is
+   `row`. */
+static inline void train_documents_store(train_batch *b, const gpt *model, int64_t row) {
+    int c = dt_comm_size(model->config.cp);
+    const int32_t *from[2] = { b->sequence + 3 * b->T, b->sequence + 4 * b->T };
+    int32_t *local[2] = { b->positions, b->document },
+            *all[2] = { b->all_positions, b->all_documents };
+    for (int i = 0; i < 2; i++) {
+        dt_cp_shard(model->config.cp_kind, 1, b->T, model->config.cp, from[i],
+            local[i] + row * b->local_tokens);
+        for (int64_t t = 0; all[i] && t < b->T; t++)
+            all[i][row * b->T + t] = from[i][dt_cp_token(
+                model->config.cp_kind, b->T, c, (int)(t / b->local_tokens), t % b->local_tokens)];
+    }
 }
 
 /* Returns the tokens `next` (which 0) or `ahead` (which 1) of module k for all micro-batches. */
-static inline int32_t *train_ahead(const train_batch *b, const gpt *model, int k, int which) {
-    size_t each = b->ahead_bytes / sizeof(int32_t) / 2;
-    return b->ahead + (size_t)which * each + (size_t)k * (each / (size_t)model->config.mtp);
+static inline int32_t *train_mtp_ids(const train_batch *b, const gpt *model, int k, int which) {
+    size_t each = b->mtp_bytes / sizeof(int32_t) / 2;
+    return b->mtp_ids + (size_t)which * each + (size_t)k * (each / (size_t)model->config.mtp);
 }
 
-/* Reads sequence number `sequence` of a text and stores this rank's tokens of it at offset `at` of
-   the batch. k is the number of the sequence within the step, for b->index. The labels are shifted
-   before the sequence is sharded over cp, so that the last token of a shard also has the right
-   label. */
+/* Reads the sequence at a position of a data set and stores this rank's tokens of it as sequence
+   number `row` of the batch. k is the number of the sequence within the step, for b->index. The
+   labels are shifted before the sequence is sharded over cp, so that the last token of a shard also
+   has the right label. */
 static inline dt_status train_sequence_read(
-    train_batch *b, dt_text *text, const gpt *model, int64_t sequence, int64_t k, int64_t at) {
-    int32_t *from[3] = { b->sequence, b->sequence + b->T, b->sequence + 2 * b->T };
+    train_batch *b, data_set *text, const gpt *model, int64_t position, int64_t k, int64_t row) {
+    int64_t T = b->T, at = row * b->local_tokens;
+    int32_t *from[5];
     int32_t *to[3] = { b->ids + at, b->labels + at, b->index + at };
-    dt_status status = dt_text_read(text, sequence, from[0], from[1]);
-    for (int64_t t = 0; t < b->T; t++) from[2][t] = (int32_t)(k * b->T + t);
-    for (int i = 0; i < 3 && status == DT_OK; i++)
-        dt_cp_shard(model->config.cp_kind, 1, b->T, model->config.cp, from[i], to[i]);
-    for (int k = 0; k < model->config.mtp && status == DT_OK; k++) {
-        int32_t *both = b->sequence + 3 * b->T;
-        gpt_ahead(from[0], from[1], 1, b->T, k, both, both + b->T);
-        for (int i = 0; i < 2; i++)
-            dt_cp_shard(model->config.cp_kind, 1, b->T, model->config.cp, both + i * b->T,
-                train_ahead(b, model, k, i) + at);
+    const data_end whole = { .n = 0 };
+    int is_example = 0;
+    for (int i = 0; i < 5; i++) from[i] = b->sequence + i * T;
+    dt_status status = data_read(text, position, from[0], from[1], &is_example);
+    if (status != DT_OK) return status;
+    for (int64_t t = 0; t < T; t++) from[2][t] = (int32_t)(k * T + t);
+    if (b->documents->n) {
+        const data_end *end = is_example ? &whole : b->documents;
+        data_split_documents(end, T, from[0], from[1], from[3], from[4]);
+        train_documents_store(b, model, row);
     }
-    return status;
+    for (int i = 0; i < 3; i++)
+        dt_cp_shard(model->config.cp_kind, 1, T, model->config.cp, from[i], to[i]);
+    for (int d = 0; d < model->config.mtp; d++) {
+        int32_t *both = b->sequence + 5 * T;
+        gpt_ahead(from[0], from[1], 1, T, d, both, both + T);
+        for (int i = 0; i < 2; i++)
+            dt_cp_shard(model->config.cp_kind, 1, T, model->config.cp, both + i * T,
+                train_mtp_ids(b, model, d, i) + at);
+    }
+    return DT_OK;
 }
 
 static inline dt_status train_batch_read(
-    train_batch *b, dt_text *text, const gpt *model, int replica) {
+    train_batch *b, data_set *text, const gpt *model, int replica) {
     for (int j = 0; j < b->accum; j++)
         for (int i = 0; i < b->order.micro_batch; i++) {
-            /* index of the sequence in the step */
-            int64_t k = ((int64_t)j * b->order.replicas + replica) * b->order.micro_batch + i;
-            int64_t at = ((int64_t)j * b->order.micro_batch + i) * b->local_tokens;
-            int64_t sequence = train_sequence(b, j, replica, i);
-            dt_status status = train_sequence_read(b, text, model, sequence, k, at);
+            int64_t position = dt_data_order_sequence(b->order, 1, j, replica, i);
+            int64_t k = position - b->order.consumed; /* index of the sequence in the step */
+            int64_t row = (int64_t)j * b->order.micro_batch + i;
+            dt_status status = train_sequence_read(b, text, model, position, k, row);
             if (status != DT_OK) return status;
         }
     return DT_OK;
+}
+
+/* Lets the kernel read the sequences of the next step, if it is as large as this one. */
+static inline void train_batch_will_need(train_batch *b, int replica) {
+    dt_data_order order = b->order;
+    order.consumed += order.batch;
+    for (int j = 0; b->ahead && j < b->accum; j++)
+        for (int i = 0; i < order.micro_batch; i++)
+            data_will_need(b->ahead, dt_data_order_sequence(order, 1, j, replica, i));
+}
+
+/* Returns the tokens of B sequences of the batch from number `row` on, for a forward pass. */
+static inline gpt_tokens train_tokens(
+    const train_batch *b, const gpt *model, int64_t B, int64_t row) {
+    dt_ctx *ctx = model->ctx;
+    dt_shape shape = DT_SHAPE(B, b->local_tokens);
+    int64_t at = row * b->local_tokens;
+    gpt_tokens t = { .ids = dt_input(ctx, DT_I32, shape, b->ids + at) };
+    if (!b->documents->n) return t;
+    t.positions = dt_input(ctx, DT_I32, shape, b->positions + at);
+    t.documents = dt_input(ctx, DT_I32, shape, b->document + at);
+    if (b->all_documents)
+        t.context = dt_cp_make(ctx, model->config.cp,
+            (dt_cp_desc){ .kind = model->config.cp_kind,
+                .batch = B,
+                .tokens = b->T,
+                .positions = b->all_positions + row * b->T,
+                .documents = b->all_documents + row * b->T });
+    return t;
 }
 
 /* The arguments of a run of the pipeline, which every stage receives as `user`. */
@@ -323,9 +278,10 @@ typedef struct train_pass {
     double denominator;
     /* The fields from `text` on are for validation, where a micro-batch has one sequence. `text` is
        NULL in a training step. */
-    dt_text *text;
+    data_set *text;
     int64_t sequences;
-    double loss; /* validation loss */
+    const train_config *config;
+    double sums[3]; /* of the validation: loss, labels, bytes of their text */
 } train_pass;
 
 static inline dt_tensor *train_stage(dt_tensor *x, int stage, int micro, void *user) {
@@ -335,14 +291,14 @@ static inline dt_tensor *train_stage(dt_tensor *x, int stage, int micro, void *u
     dt_shape shape = DT_SHAPE(b->order.micro_batch, b->local_tokens);
     int64_t at = micro * dt_count(shape);
     dt_trace_begin(ctx, "forward");
-    gpt_tokens t = { .ids = dt_input(ctx, DT_I32, shape, b->ids + at),
-        .sequences = b->order.batch,
-        .step = (uint64_t)p->step };
+    gpt_tokens t = train_tokens(b, p->model, shape.d[0], micro * shape.d[0]);
+    t.sequences = b->order.batch;
+    t.step = (uint64_t)p->step;
     if (p->model->config.dropout > 0) t.index = dt_input(ctx, DT_I32, shape, b->index + at);
     int last = stage + 1 == gpt_stages(p->model->config);
     for (int k = 0; last && k < p->model->config.mtp; k++) {
-        t.next[k] = dt_input(ctx, DT_I32, shape, train_ahead(b, p->model, k, 0) + at);
-        t.ahead[k] = dt_input(ctx, DT_I32, shape, train_ahead(b, p->model, k, 1) + at);
+        t.next[k] = dt_input(ctx, DT_I32, shape, train_mtp_ids(b, p->model, k, 0) + at);
+        t.ahead[k] = dt_input(ctx, DT_I32, shape, train_mtp_ids(b, p->model, k, 1) + at);
     }
     x = gpt_stage_at(
         p->model, stage, x, t, dt_input(ctx, DT_I32, shape, b->labels + at), p->denominator);
@@ -362,6 +318,11 @@ static inline double train_forward_backward(
     train_pass pass = { .model = model, .mesh = mesh, .b = b, .step = step };
     pass.denominator = dt_count_labels(
         mesh->data, b->labels, (size_t)(b->accum * b->order.micro_batch * b->local_tokens));
+    if (dt_error(model->ctx) == DT_OK && pass.denominator == 0) {
+        dt_fail(model->ctx, DT_ERR_ARG, "step %lld: no token of its sequences has a label",
+            (long long)step);
+        return 0;
+    }
     memset(b->losses, 0, micros * sizeof *b->losses);
     dt_pipe_run(model->ctx, (dt_pipe_desc){ .schedule = b->schedule,
                                 .comm = mesh->pp,
@@ -375,6 +336,17 @@ static inline double train_forward_backward(
     return dt_schedule_bubble_of(b->schedule, all, -1).idle_per_makespan;
 }
 
+/* Counts the labels of the validation sequence that the batch holds, and the bytes of their
+   text. */
+static inline void train_eval_count(train_pass *p) {
+    const int32_t *labels = p->b->labels, *bytes = p->config->token_bytes;
+    for (int64_t t = 0; t < p->b->local_tokens; t++) {
+        if (labels[t] < 0) continue;
+        p->sums[1] += 1;
+        p->sums[2] += bytes && labels[t] < p->config->model.vocab ? bytes[labels[t]] : !bytes;
+    }
+}
+
 static inline dt_tensor *train_eval_stage(dt_tensor *x, int stage, int micro, void *user) {
     train_pass *p = (train_pass *)user;
     dt_ctx *ctx = p->model->ctx;
@@ -382,22 +354,27 @@ static inline dt_tensor *train_eval_stage(dt_tensor *x, int stage, int micro, vo
     int64_t s = (int64_t)micro * p->mesh->replicas + p->mesh->replica;
     if (train_sequence_read(p->b, p->text, p->model, s < p->sequences ? s : 0, 0, 0) != DT_OK)
         return NULL;
-    gpt_tokens t = { .ids = dt_input(ctx, DT_I32, shape, p->b->ids) };
+    gpt_tokens t = train_tokens(p->b, p->model, 1, 0);
     x = gpt_stage_at(
         p->model, stage, x, t, dt_input(ctx, DT_I32, shape, p->b->labels), p->denominator);
-    if (stage + 1 == gpt_stages(p->model->config) && s < p->sequences) p->loss += dt_item(x);
+    if (stage + 1 < gpt_stages(p->model->config) || s >= p->sequences) return x;
+    p->sums[0] += dt_item(x);
+    train_eval_count(p);
     return x;
 }
 
-/* Returns the mean loss over the first sequences of a text. Sequence s runs on replica s mod R,
-   where R is the number of replicas. ZeRO-3 gathers parameters collectively, so all replicas must
-   run the same number of forwards: a replica that has no sequence left runs a sequence whose loss
-   is not counted. */
-static inline double train_eval(gpt *model, const dt_mesh *mesh, dt_text *text, train_batch *b) {
+/* Sets row->val_loss, the mean loss over the labels of the first sequences of a text, and
+   row->val_bits, its bits per byte: the loss of all labels in bits, divided by the bytes of text
+   that the labels stand for. Sequence s runs on replica s mod R, where R is the number of replicas.
+   ZeRO-3 gathers parameters collectively, so all replicas must run the same number of forwards: a
+   replica that has no sequence left runs a sequence whose loss is not counted. */
+static inline void train_eval(const train_config *c, gpt *model, const dt_mesh *mesh,
+    data_set *text, train_batch *b, train_row *row) {
     dt_ctx *ctx = model->ctx;
-    int64_t n = dt_text_sequences(text);
-    train_pass pass = { .model = model, .mesh = mesh, .b = b, .text = text };
+    int64_t n = data_sequences(text);
+    train_pass pass = { .model = model, .mesh = mesh, .b = b, .text = text, .config = c };
     pass.sequences = n < TRAIN_EVAL_SEQUENCES ? n : TRAIN_EVAL_SEQUENCES;
+    /* the number of labels is known only after the forwards */
     pass.denominator = (double)(pass.sequences * b->T);
     dt_trace_begin(ctx, "validation");
     dt_pipe_run(
@@ -406,10 +383,15 @@ static inline double train_eval(gpt *model, const dt_mesh *mesh, dt_text *text, 
                  .run = train_eval_stage,
                  .user = &pass,
                  .forward_micros = (int)((pass.sequences + mesh->replicas - 1) / mesh->replicas) });
-    dt_sum_doubles(mesh->data, &pass.loss, 1);
-    dt_sum_doubles(mesh->pp, &pass.loss, 1);
+    dt_sum_doubles(mesh->data, pass.sums, 3);
+    dt_sum_doubles(mesh->pp, pass.sums, 3);
     dt_trace_end(ctx);
-    return pass.loss;
+    double labels = pass.sums[1], bytes = pass.sums[2];
+    int known = 1;
+    for (const train_files *f = &c->val; f; f = f->next)
+        known &= c->token_bytes || !f->shards || *f->encoded;
+    row->val_loss = pass.sums[0] * (pass.denominator / labels);
+    if (known && bytes > 0) row->val_bits = row->val_loss * labels / (log(2) * bytes);
 }
 
 /* Sums the router counts of the step over all ranks, sets the metrics of the router in *row, and
@@ -570,12 +552,14 @@ static inline void train_find_nan(const train_config *c, gpt *model, const dt_me
    scale, and row.skipped is 1. The caller repeats a skipped step with the same step number and the
    same sequences, so that the result is the same as in a run that starts with the smaller scale. */
 static inline train_row train_step(const train_config *c, gpt *model, dt_zero *optimizer,
-    const dt_mesh *mesh, dt_text *text, train_batch *b, int64_t step) {
+    const dt_mesh *mesh, data_set *text, train_batch *b, int64_t step) {
     dt_ctx *ctx = model->ctx;
     double start = train_now(ctx), in_comm = dt_comm_seconds(ctx);
-    train_row row = {
-        .step = step, .lr = dt_lr(c->lr, step), .val_loss = NAN, .batch = b->order.batch
-    };
+    train_row row = { .step = step,
+        .lr = dt_lr(c->lr, step),
+        .val_loss = NAN,
+        .val_bits = NAN,
+        .batch = b->order.batch };
     size_t sent[DT_AXES], micros = (size_t)(b->accum * b->order.replicas);
     for (int a = 0; a < DT_AXES; a++) sent[a] = dt_comm_bytes(ctx, (dt_axis)a);
     train_record_peaks(ctx, c);
@@ -585,6 +569,7 @@ static inline train_row train_step(const train_config *c, gpt *model, dt_zero *o
     dt_trace_begin(ctx, mark);
     dt_trace_begin(ctx, "read data");
     train_batch_read(b, text, model, mesh->replica);
+    train_batch_will_need(b, mesh->replica);
     dt_trace_end(ctx);
     row.bubble = train_forward_backward(model, mesh, b, step);
     /* the order of this sum does not depend on the layout */
@@ -728,7 +713,7 @@ static inline void train_draw_schedule(
 
 /* Allocates the buffers of a batch for the largest step. */
 static inline void train_batch_make(
-    const train_config *c, gpt *model, const dt_mesh *mesh, dt_text *text, train_batch *b) {
+    const train_config *c, gpt *model, const dt_mesh *mesh, train_batch *b) {
     dt_ctx *ctx = model->ctx;
     size_t tokens =
         (size_t)(c->accum * (int64_t)c->micro_batch * b->local_tokens) * sizeof(int32_t);
@@ -736,9 +721,19 @@ static inline void train_batch_make(
     b->labels = (int32_t *)dt_alloc(ctx, DT_MEM_HOST, tokens, "labels");
     b->index = (int32_t *)dt_alloc(ctx, DT_MEM_HOST, tokens, "index");
     b->sequence =
-        (int32_t *)dt_alloc(ctx, DT_MEM_HOST, 5 * (size_t)b->T * sizeof(int32_t), "a sequence");
-    b->ahead_bytes = 2 * (size_t)model->config.mtp * tokens;
-    if (b->ahead_bytes) b->ahead = (int32_t *)dt_alloc(ctx, DT_MEM_HOST, b->ahead_bytes, "ahead");
+        (int32_t *)dt_alloc(ctx, DT_MEM_HOST, 7 * (size_t)b->T * sizeof(int32_t), "a sequence");
+    b->documents = &c->documents;
+    if (c->documents.n) {
+        b->positions = (int32_t *)dt_alloc(ctx, DT_MEM_HOST, 2 * tokens, "documents");
+        b->document = b->positions ? b->positions + tokens / sizeof(int32_t) : NULL;
+    }
+    if (c->documents.n && mesh->sizes.cp > 1) {
+        size_t all = tokens * (size_t)mesh->sizes.cp;
+        b->all_positions = (int32_t *)dt_alloc(ctx, DT_MEM_HOST, 2 * all, "documents over cp");
+        b->all_documents = b->all_positions ? b->all_positions + all / sizeof(int32_t) : NULL;
+    }
+    b->mtp_bytes = 2 * (size_t)model->config.mtp * tokens;
+    if (b->mtp_bytes) b->mtp_ids = (int32_t *)dt_alloc(ctx, DT_MEM_HOST, b->mtp_bytes, "MTP");
     size_t losses = (size_t)(c->accum * mesh->replicas) * sizeof(double);
     b->losses = (double *)dt_alloc(ctx, DT_MEM_HOST, losses, "losses");
     if (model->config.router_bias > 0)
@@ -750,29 +745,25 @@ static inline void train_batch_make(
     if (b->expert_tokens) memset(b->expert_tokens, 0, b->experts_bytes);
     for (int i = 0; i < gpt_all_layers(model->config) && b->expert_tokens; i++)
         model->layer[i].route.experts = b->expert_tokens + i * model->config.experts;
-    b->order = (dt_data_order){ .sequences = dt_text_sequences(text),
-        .micro_batch = c->micro_batch,
-        .replicas = mesh->replicas };
-    if (c->shuffle)
-        b->sampler = dt_sampler_make(ctx, (dt_sampler_desc){ .samples = b->order.sequences,
-                                              .replicas = 1,
-                                              .seed = dt_ctx_seed(ctx),
-                                              .shuffle = 1 });
+    b->order = (dt_data_order){
+        .sequences = INT64_MAX, .micro_batch = c->micro_batch, .replicas = mesh->replicas
+    };
 }
 
 static inline void train_batch_free(
     dt_ctx *ctx, const train_config *c, const dt_mesh *mesh, train_batch *b) {
     size_t tokens =
         (size_t)(c->accum * (int64_t)c->micro_batch * b->local_tokens) * sizeof(int32_t);
-    dt_sampler_free(b->sampler);
     dt_schedule_free(b->schedule);
+    dt_free(ctx, DT_MEM_HOST, b->positions, 2 * tokens);
+    dt_free(ctx, DT_MEM_HOST, b->all_positions, 2 * tokens * (size_t)mesh->sizes.cp);
     dt_free(ctx, DT_MEM_HOST, b->spans, b->spans_bytes);
     dt_free(ctx, DT_MEM_HOST, b->expert_tokens, b->experts_bytes);
     dt_free(ctx, DT_MEM_HOST, b->ids, tokens);
     dt_free(ctx, DT_MEM_HOST, b->labels, tokens);
     dt_free(ctx, DT_MEM_HOST, b->index, tokens);
-    dt_free(ctx, DT_MEM_HOST, b->sequence, 5 * (size_t)b->T * sizeof(int32_t));
-    dt_free(ctx, DT_MEM_HOST, b->ahead, b->ahead_bytes);
+    dt_free(ctx, DT_MEM_HOST, b->sequence, 7 * (size_t)b->T * sizeof(int32_t));
+    dt_free(ctx, DT_MEM_HOST, b->mtp_ids, b->mtp_bytes);
     dt_free(ctx, DT_MEM_HOST, b->losses, (size_t)(c->accum * mesh->replicas) * sizeof(double));
 }
 
@@ -829,11 +820,11 @@ static inline void train_progress(double done, void *user) {
 }
 
 static inline void train_checkpoint_open(
-    const train_config *c, gpt *model, dt_zero *optimizer, dt_text *text, train_checkpoint *s) {
+    const train_config *c, gpt *model, dt_zero *optimizer, data_set *text, train_checkpoint *s) {
     dt_ctx *ctx = model->ctx;
     s->train = c;
     s->model = model;
-    s->tokens = (double)dt_text_tokens(text);
+    s->tokens = (double)data_tokens(text);
     s->list[0] = (dt_extra_state){ "samples", &s->samples, 1 };
     s->list[1] = (dt_extra_state){ "tokens", &s->tokens, 1 };
     if (c->dry || (!c->save && !c->resume)) return;
@@ -861,9 +852,9 @@ static inline void train_checkpoint_open(
     size_t n = c->save ? strlen(c->save) : 0;
     while (n > 1 && c->save[n - 1] == '/') n--;
     s->loaded_from_save |= n > 0 && strncmp(path, c->save, n) == 0 && path[n] == '/';
-    if (dt_error(ctx) == DT_OK && s->tokens != (double)dt_text_tokens(text))
+    if (dt_error(ctx) == DT_OK && s->tokens != (double)data_tokens(text))
         dt_fail(ctx, DT_ERR_ARG, "%s: trained on data of %.0f tokens, but this data has %lld", path,
-            s->tokens, (long long)dt_text_tokens(text));
+            s->tokens, (long long)data_tokens(text));
     snprintf(s->announced, sizeof s->announced, "%s", path);
     if (dt_error(ctx) == DT_OK && c->on_resume)
         c->on_resume(ctx, step, path, dt_checkpoint_config(s->checkpoint), c->user);
@@ -912,7 +903,7 @@ static inline void train_swap_ema(const train_config *c, dt_zero *optimizer) {
 
 /* Runs all remaining steps of the run. */
 static inline void train_steps(const train_config *c, gpt *model, dt_zero *optimizer,
-    const dt_mesh *mesh, dt_text *text, dt_text *val, train_batch *b, train_checkpoint *saved) {
+    const dt_mesh *mesh, data_set *text, data_set *val, train_batch *b, train_checkpoint *saved) {
     dt_ctx *ctx = model->ctx;
     dt_batch_ramp ramp = c->ramp;
     ramp.batch = (int64_t)c->micro_batch * c->accum * mesh->replicas;
@@ -936,9 +927,11 @@ static inline void train_steps(const train_config *c, gpt *model, dt_zero *optim
         }
         if (val && (step == c->stop_at || (c->eval_every && step % c->eval_every == 0))) {
             train_swap_ema(c, optimizer);
-            row.val_loss = train_eval(model, mesh, val, b);
+            train_eval(c, model, mesh, val, b, &row);
             train_swap_ema(c, optimizer);
         }
+        for (int i = 0; i < text->sources; i++)
+            row.epochs[i] = data_epochs(text, i, b->order.consumed + b->order.batch);
         dt_comm_step(dt_world(ctx));
         if (dt_error(ctx) == DT_OK && dt_ctx_rank(ctx) == 0) c->on_step(ctx, &row, c->user);
         if (dt_error(ctx) == DT_OK) finished = train_checkpoint_save(c, ctx, saved, b, step);
@@ -1007,8 +1000,12 @@ static inline dt_status train(dt_ctx *ctx, void *user) {
     train_checkpoint saved = { .checkpoint = NULL };
     if (c->weights) gpt_load(&model, c->weights);
     if (c->adapter && dt_error(ctx) == DT_OK) gpt_lora_load(&model, c->adapter);
-    dt_text *text = train_open(ctx, &c->data, (int)T), *val = train_open(ctx, &c->val, (int)T);
-    train_batch_make(c, &model, &mesh, text, &b);
+    data_set *text = data_open(ctx, &c->data, T, c->shuffle);
+    data_set *val = data_open(ctx, &c->val, T, 0);
+    if (!text) dt_fail(ctx, DT_ERR_ARG, "there is no data");
+    if (c->read_ahead) b.ahead = data_open(ctx, &c->data, T, c->shuffle);
+    if (b.ahead) data_read_ahead(b.ahead);
+    train_batch_make(c, &model, &mesh, &b);
     if (dt_error(ctx) == DT_OK) train_checkpoint_open(c, &model, optimizer, text, &saved);
     if (dt_error(ctx) == DT_OK) train_steps(c, &model, optimizer, &mesh, text, val, &b, &saved);
     train_checkpoint_close(c, ctx, &saved);
@@ -1026,6 +1023,9 @@ static inline dt_status train(dt_ctx *ctx, void *user) {
         train_record_peaks(ctx, c);
         train_footprint_formula(ctx, c, &mesh);
     }
+    data_close(text);
+    data_close(val);
+    data_close(b.ahead);
     train_batch_free(ctx, c, &mesh, &b);
     dt_unlisten(ctx, &listener);
     return dt_error(ctx);

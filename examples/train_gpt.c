@@ -30,6 +30,7 @@
 #include "gpt.h"
 #include "train.h"
 #include "tokenizer.h"
+#include "encode.h"
 
 #include <fcntl.h>
 #include <limits.h>
@@ -62,18 +63,37 @@ enum { BUILT, NOT_BUILT };
 #define OPTIONS(X) \
     X(H_DATA, "Data and model", HEADING, BUILT, NULL, 0, 0, "", "") \
     X(DATA, "data", TEXT, BUILT, NULL, 0, 0, "FILE|DIR", \
-        "bytes or llm.c shards; a DIR: all files by name [own sources]") \
+        "bytes, llm.c shards or x.jsonl; a DIR: all files [own sources]") \
+    X(DATA_MIX, "data-mix", TEXT, BUILT, NULL, 0, 0, "W,W,..", \
+        "mix the files of --data FILE,FILE,.. by these weights") \
     X(TOKENIZER, "tokenizer", TEXT, BUILT, NULL, 0, 0, "FILE", \
         "tokenizer.json that encodes --data and --val (byte-level BPE)") \
+    X(TOKEN_CACHE, "token-cache", TEXT, BUILT, NULL, 0, 0, "DIR", \
+        "keep the tokens of --data and --val there, for later runs") \
+    X(DOCUMENTS, "documents", SWITCH, BUILT, "off", 0, 0, "on|off", \
+        "attention and positions stay inside a document") \
+    X(DOCUMENT_END, "document-end", TEXT, BUILT, NULL, 0, 0, "TEXT", \
+        "ends a document [end-of-text token; bytes: \\n\\n]") \
     X(VAL, "val", TEXT, BUILT, NULL, 0, 0, "FILE", \
         "validation loss on its first 64 sequences, after the last step") \
     X(EVAL_EVERY, "eval-every", INT, BUILT, "0", 0, 1e9, "N", "... and after every N steps") \
     X(GENERATE, "generate", INT, BUILT, "0", 0, MEGA, "N", \
         "at the end print N sampled bytes or tokens") \
+    X(PROMPT, "prompt", TEXT, BUILT, NULL, 0, 0, "TEXT", "... that continue this text") \
+    X(TEMPERATURE, "temperature", REAL, BUILT, "0.8", 0, 1000, "X", \
+        "... sampled from softmax(logits / X); 0: the likeliest") \
+    X(SAMPLE_TOP_K, "sample-top-k", INT, BUILT, "0", 0, 16 * MEGA, "K", \
+        "... of the K likeliest; 0: of all") \
+    X(TOP_P, "top-p", REAL, BUILT, "1", 1e-9, 1, "X", \
+        "... of the likeliest with a total probability of X") \
+    X(STOP, "stop", TEXT, BUILT, NULL, 0, 0, "TEXT,..", \
+        "... and end before any of these; escapes \\n \\t \\, \\\\") \
     X(MODEL, "model", TEXT, BUILT, NULL, 0, 0, "FILE", \
         "start from safetensors (a file or folder) or an llm.c .bin") \
     X(SHUFFLE, "shuffle", SWITCH, BUILT, "off", 0, 0, "on|off", \
         "shuffle the sequences in every epoch") \
+    X(READ_AHEAD, "read-ahead", SWITCH, BUILT, "off", 0, 0, "on|off", \
+        "the kernel reads the next step's data while a step runs") \
     X(ARCH, "arch", WORD, BUILT, "gpt2", 0, 0, "gpt2|llama", "architecture") \
     X(LAYERS, "layers", INT, BUILT, "4", 1, GPT_MAX_LAYERS, "L", "layers") \
     X(WIDTH, "width", INT, BUILT, "128", 1, MEGA, "C", "width") \
@@ -141,6 +161,8 @@ enum { BUILT, NOT_BUILT };
     X(ACCUM, "accum", INT, BUILT, NULL, 1, MEGA, "a", \
         "gradient accumulation: micro-batches per step [from --batch]") \
     X(STEPS, "steps", INT, BUILT, "100", 1, 1e12, "N", "optimizer steps") \
+    X(EPOCHS, "epochs", REAL, BUILT, NULL, 1e-9, 1e9, "E", \
+        "instead: as many steps as E times all sequences need") \
     X(STOP_AT, "stop-at", INT, BUILT, NULL, 1, 1e12, "N", \
         "end earlier with the same learning-rate schedule [=steps]") \
     X(LR, "lr", REAL, BUILT, "1e-3", 0, 1e3, "X", "peak learning rate") \
@@ -1071,29 +1093,54 @@ static void print_lines(const char *const *lines, size_t n) {
 }
 #define PRINT_LINES(lines) print_lines(lines, sizeof(lines) / sizeof *(lines))
 
+/* What --help prints after the options. */
+static const char *const help_foot[] = { "",
+    "--data FILE,FILE,.. --data-mix W,W,..: after k sequences of the run, the file with weight "
+    "w "
+    "of all W has had",
+    "k w/W of them, rounded up or down. Each file is read in its own order and repeats. One "
+    "epoch "
+    "is the sequences",
+    "of all files. A file can be a folder, too.", "",
+    "x.jsonl is instruction data, one example per line: {\"prompt\": text, \"answer\": text} "
+    "or "
+    "{\"messages\":",
+    "[{\"role\": text, \"content\": text}, ..]} in ChatML. An example is one sequence: it is "
+    "cut "
+    "off after --seq",
+    "tokens, or padded. Only the answer, or what the assistant says, and its end token have "
+    "labels.",
+    "",
+    "--documents on: a document ends with the tokenizer's <|endoftext|> or <|end_of_text|> or, "
+    "in "
+    "bytes, with two",
+    "newlines; --document-end is another token or other bytes. The end has no label. Documents "
+    "continue over files.",
+    "bits per byte: the validation loss of all labels, in bits, divided by the bytes of their "
+    "text.",
+    "", "mfu: N counts the parameters in matrix products: not wpe, and wte only if it is the head.",
+    "Recompute is not counted. X is in TFLOP/s.", "",
+    "Environment: DT_RANK and DT_WORLD_SIZE, or the variables of torchrun, srun or mpirun, "
+    "give a process",
+    "its rank. DT_RENDEZVOUS, DT_TOKEN_FILE and DT_TOKEN apply if --rendezvous and "
+    "--token-file are not given.",
+    "DT_CHECK=1 compares the calls of all ranks over tcp and mpi in every step, not only in "
+    "the first 100.",
+    "DT_FAULT=KIND:rank=R:seq=N[:s=SECONDS] injects a fault at rank R's Nth operation; KIND "
+    "is kill, stop,",
+    "exit, spin, delay, drop, flip or nan. kill -USR1 prints where each rank is.", "",
+    "Control bytes in paths and files are printed as \\xNN; those in generated text only on a "
+    "terminal. A run fails",
+    "if standard output is on a full disk, or if its reader has exited or stalls for half of",
+    "--timeout; with --save it first finishes the step and saves.", "",
+    "Exit status: 0 done, 1 the run failed, 2 the command line asks for something impossible, "
+    "143 ended by",
+    "SIGTERM; with --save the program first finishes the step and saves." };
+
 static void print_help(void) {
     static const char *const head[] = { "train_gpt: trains a GPT-2 or a Llama on one or many "
                                         "ranks. Options, with their defaults in brackets;",
         "--no-NAME turns an on|off option off:" };
-    static const char *const foot[] = { "",
-        "mfu: N counts the parameters in matrix products: not wpe, and wte only if it is the head.",
-        "Recompute is not counted. X is in TFLOP/s.", "",
-        "Environment: DT_RANK and DT_WORLD_SIZE, or the variables of torchrun, srun or mpirun, "
-        "give a process",
-        "its rank. DT_RENDEZVOUS, DT_TOKEN_FILE and DT_TOKEN apply if --rendezvous and "
-        "--token-file are not given.",
-        "DT_CHECK=1 compares the calls of all ranks over tcp and mpi in every step, not only in "
-        "the first 100.",
-        "DT_FAULT=KIND:rank=R:seq=N[:s=SECONDS] injects a fault at rank R's Nth operation; KIND "
-        "is kill, stop,",
-        "exit, spin, delay, drop, flip or nan. kill -USR1 prints where each rank is.", "",
-        "Control bytes in paths and files are printed as \\xNN; those in generated text only on a "
-        "terminal. A run fails",
-        "if standard output is on a full disk, or if its reader has exited or stalls for half of",
-        "--timeout; with --save it first finishes the step and saves.", "",
-        "Exit status: 0 done, 1 the run failed, 2 the command line asks for something impossible, "
-        "143 ended by",
-        "SIGTERM; with --save the program first finishes the step and saves." };
     line out = { .fd = 1 };
     PRINT_LINES(head);
     for (int i = 0; i < N_OPTIONS; i++) {
@@ -1111,7 +1158,7 @@ static void print_help(void) {
         line_printf(&out, "\n");
     }
     print_not_built();
-    PRINT_LINES(foot);
+    PRINT_LINES(help_foot);
 }
 
 /* Writes an option's value as JSON to the stream `to`. `json` is dt's JSON writer. Also escapes DEL
@@ -1501,6 +1548,7 @@ static void resolve_deepseek(value *v, gpt_config *c) {
 static struct {
     dt_ctx *ctx;
     tok *tok;
+    int32_t *bytes; /* (vocabulary of the model): bytes of text of each token; NULL without one */
 } tokenizer;
 
 /* Opens the tokenizer. Its size is the default of --vocab. */
@@ -1518,12 +1566,19 @@ static void close_tokenizer(void) {
     if (!tokenizer.tok) return;
     tok_close(tokenizer.tok);
     dt_ctx_free(tokenizer.ctx);
+    free(tokenizer.bytes);
     tokenizer.tok = NULL;
 }
 
-/* Refuses a model that has fewer tokens than the tokenizer. */
+/* Refuses a model that has fewer tokens than the tokenizer. Otherwise counts the bytes of each
+   token. */
 static void check_tokenizer(const value *v, int vocab) {
     int ids = tokenizer.tok ? tok_vocab(tokenizer.tok) : 0;
+    if (tokenizer.tok && ids <= vocab) {
+        tokenizer.bytes = (int32_t *)calloc((size_t)vocab, sizeof *tokenizer.bytes);
+        if (!tokenizer.bytes) refuse("out of memory");
+        for (int32_t i = 0; i < ids; i++) tokenizer.bytes[i] = encode_token_bytes(tokenizer.tok, i);
+    }
     if (ids > vocab && v[O_MODEL].text)
         refuse("--tokenizer %s has %d token ids, but the model in %s has a vocabulary of %d",
             v[O_TOKENIZER].text, ids, v[O_MODEL].text, vocab);
@@ -2088,6 +2143,8 @@ static void resolve_checkpoints(const value *v, train_config *c) {
     c->export_to = v[O_SAVE_MODEL].text;
 }
 
+static void resolve_epochs(value *v, train_config *c);
+
 static train_config resolve(value *v) {
     static const int schedules[] = { DT_LR_COSINE, DT_LR_LINEAR, DT_LR_CONSTANT, DT_LR_WSD };
     train_config c = {
@@ -2099,6 +2156,7 @@ static train_config resolve(value *v) {
     resolve_batch(v, c.mesh.dp * c.mesh.ep, c.mesh.pp);
     resolve_pipeline(v, &c);
     check_ramp(v, &c.ramp, c.mesh.dp * c.mesh.ep);
+    resolve_epochs(v, &c);
     c.svg = v[O_SCHEDULE_SVG].text;
     if (c.svg && c.mesh.pp == 1) refuse("--schedule-svg draws a pipeline; use --pp 2 or more");
     if (!v[O_STOP_AT].text) compute(&v[O_STOP_AT], long_of(v, O_STEPS));
@@ -2122,6 +2180,7 @@ static train_config resolve(value *v) {
     c.stop_at = long_of(v, O_STOP_AT);
     c.eval_every = long_of(v, O_EVAL_EVERY);
     c.shuffle = v[O_SHUFFLE].number != 0;
+    c.read_ahead = v[O_READ_AHEAD].number != 0;
     resolve_checkpoints(v, &c);
     return c;
 }
@@ -2141,21 +2200,40 @@ static int check_file(int id, const char *path) {
     return got == (ssize_t)sizeof head && (magic == 20240520 || magic == 20240801);
 }
 
+/* Returns the number of sequences of a source. */
+static int64_t sequences_of(const value *v, const train_files *files) {
+    int64_t T = long_of(v, O_SEQ);
+    return (files->tokens - 1) / (files->examples ? 2 * T : T);
+}
+
+/* Returns the sums over the sources of a data set. */
+static int64_t all_sequences(const value *v, const train_files *f) {
+    int64_t sum = 0;
+    for (; f; f = f->next) sum += sequences_of(v, f);
+    return sum;
+}
+static int64_t all_tokens(const train_files *f) {
+    int64_t sum = 0;
+    for (; f; f = f->next) sum += f->tokens;
+    return sum;
+}
+
 /* Sets files->tokens to the number of tokens in the files, which are token shards. Reads the first
    `most` sequences in the order in which training reads them, and refuses a token id that is not
    below --vocab. */
-static void check_tokens(const value *v, int id, train_files *files, int64_t most) {
+static void check_tokens(
+    const value *v, int id, const char *path, train_files *files, int64_t most) {
     dt_ctx *ctx = probe_ctx();
-    int T = int_of(v, O_SEQ), largest = 0;
-    dt_text *text = train_open(ctx, files, 1);
+    int T = int_of(v, O_SEQ) * (files->examples ? 2 : 1), largest = 0;
+    dt_text *text = data_open_text(ctx, files, 1);
     int32_t *ids = (int32_t *)dt_alloc(ctx, DT_MEM_HOST, 2 * sizeof *ids * (size_t)T, "ids");
     files->tokens = dt_text_tokens(text);
     if (files->tokens > T) {
         dt_text_close(text);
-        text = train_open(ctx, files, T);
+        text = data_open_text(ctx, files, int_of(v, O_SEQ));
         int64_t S = dt_text_sequences(text);
-        /* More sequences than the limit cannot be shuffled. find_text refuses such a run, but only
-           after this check, so this check reads the sequences in file order. */
+        /* More sequences than the limit cannot be shuffled. find_source refuses such a run, but
+           only after this check, so this check reads the sequences in file order. */
         int shuffle = id == O_DATA && v[O_SHUFFLE].number && S <= DT_SAMPLER_MAX_SHUFFLED;
         dt_sampler *order = dt_sampler_make(ctx, (dt_sampler_desc){ .samples = S,
                                                      .replicas = 1,
@@ -2163,7 +2241,10 @@ static void check_tokens(const value *v, int id, train_files *files, int64_t mos
                                                      .shuffle = shuffle });
         for (int64_t s = 0; s < most && s < S; s++) {
             if (dt_text_read(text, dt_sampler_next(order), ids, ids + T) != DT_OK) break;
-            for (int i = 0; i < 2 * T; i++) largest = ids[i] > largest ? ids[i] : largest;
+            if (files->examples) /* labels + 1 */
+                for (int i = T / 2; i < T; i++) ids[i]--;
+            for (int i = 0; i < (files->examples ? T : 2 * T); i++)
+                largest = ids[i] > largest ? ids[i] : largest;
         }
     }
     dt_free(ctx, DT_MEM_HOST, ids, 2 * sizeof *ids * (size_t)T);
@@ -2172,74 +2253,60 @@ static void check_tokens(const value *v, int id, train_files *files, int64_t mos
     if (largest >= int_of(v, O_VOCAB) && v[O_MODEL].text)
         refuse("--%s %s holds token %d, but the model in %s has a vocabulary of %d: the data must "
                "be tokens of this model",
-            table[id].name, v[id].text, largest, v[O_MODEL].text, int_of(v, O_VOCAB));
+            table[id].name, path, largest, v[O_MODEL].text, int_of(v, O_VOCAB));
     if (largest >= int_of(v, O_VOCAB))
-        refuse("--%s %s holds token %d, but --vocab is %d; use --vocab %d", table[id].name,
-            v[id].text, largest, int_of(v, O_VOCAB), largest + 1);
+        refuse("--%s %s holds token %d, but --vocab is %d; use --vocab %d", table[id].name, path,
+            largest, int_of(v, O_VOCAB), largest + 1);
 }
 
-/* The shard that encode_files writes, and its file's option and path. */
-typedef struct token_file {
-    int fd, option;
-    const char *path;
-    int64_t tokens;
-} token_file;
-
-static void write_token_file(token_file *f, const void *data, size_t bytes) {
-    const char *at = (const char *)data;
-    while (bytes > 0) {
-        ssize_t done = write(f->fd, at, bytes);
-        if (done < 0 && errno == EINTR) continue;
-        if (done <= 0)
-            refuse("--%s %s: writing its tokens to a temporary file (TMPDIR names the folder): %s",
-                table[f->option].name, f->path, strerror(errno));
-        at += done;
-        bytes -= (size_t)done;
-    }
+/* Encodes text with --tokenizer, and instruction data with it or as bytes, into one shard. */
+static void encode_source(const value *v, int id, train_files *files) {
+    encoding e = { .ctx = tokenizer.tok ? tokenizer.ctx : probe_ctx(),
+        .tok = tokenizer.tok,
+        .tokenizer = v[O_TOKENIZER].text,
+        .cache = v[O_TOKEN_CACHE].text,
+        .seq = int_of(v, O_SEQ) };
+    if (encode_files(&e, files) != DT_OK)
+        refuse("--%s: %s", table[id].name, error_without_rank(e.ctx));
+    if (!tokenizer.tok) dt_ctx_free(e.ctx);
 }
 
-static void put_tokens(void *user, const int32_t *ids, int64_t n) {
-    token_file *f = (token_file *)user;
-    f->tokens += n;
-    if (f->tokens > INT32_MAX)
-        refuse("--%s %s has more than %d tokens; use llm.c shards", table[f->option].name, f->path,
-            INT32_MAX);
-    write_token_file(f, ids, (size_t)n * sizeof *ids);
-}
-
-/* Encodes text files with --tokenizer, each as a document of its own, into one llm.c shard: a
-   temporary file that is removed at once and that the ranks open through its descriptor. */
-static void encode_files(int id, train_files *files) {
-    const char *folder = getenv("TMPDIR");
-    char name[4096];
-    int32_t header[256] = { 20240801, 7 };
-    token_file f = { -1, id, files->path[0], 0 };
-    snprintf(name, sizeof name, "%.4000s/dt-tokens-XXXXXX", folder && *folder ? folder : "/tmp");
-    f.fd = mkostemp(name, O_CLOEXEC);
-    if (f.fd < 0 || unlink(name) != 0)
-        refuse("--%s: %s: %s", table[id].name, name, strerror(errno));
-    write_token_file(&f, header, sizeof header);
-    for (int i = 0; i < files->count; i++) {
-        f.path = files->path[i];
-        if (tok_encode_file(tokenizer.tok, f.path, 1, put_tokens, &f) != DT_OK)
-            refuse("--%s: %s", table[id].name, error_without_rank(tokenizer.ctx));
-    }
-    if (f.tokens < 2)
-        refuse("--%s %s: %lld tokens; at least 2 are needed", table[id].name, f.path,
-            (long long)f.tokens);
-    header[2] = (int32_t)f.tokens;
-    if (pwrite(f.fd, header, sizeof header, 0) != (ssize_t)sizeof header)
-        refuse("--%s: %s: %s", table[id].name, name, strerror(errno));
-    snprintf(files->encoded, sizeof files->encoded, "/proc/self/fd/%d", f.fd);
-    files->shards = 1;
-}
-
-/* Finds the files of --data or --val and checks them. `most` is an upper limit of the number of
-   sequences that the run reads. */
-static void find_text(const value *v, int id, train_files *files, int64_t most) {
-    const char *path = v[id].text, *name = table[id].name;
+/* Refuses a source that the run cannot read: ids outside the vocabulary, too few tokens, too many
+   sequences. */
+static void check_source(
+    const value *v, int id, const char *path, train_files *files, int64_t most) {
+    const char *name = table[id].name, *unit = files->shards ? "tokens" : "bytes";
     int64_t seq = int_of(v, O_SEQ);
+    if (files->shards) check_tokens(v, id, path, files, most);
+    if (!files->shards && int_of(v, O_VOCAB) < 256 && v[O_MODEL].text)
+        refuse("--%s %s is text, whose bytes are tokens 0 to 255, but the model in %s has a "
+               "vocabulary of %d; use llm.c shards of this model's tokens",
+            name, path, v[O_MODEL].text, int_of(v, O_VOCAB));
+    if (!files->shards && int_of(v, O_VOCAB) < 256)
+        refuse("--vocab %d: the data is bytes 0 to 255; use --vocab 256", int_of(v, O_VOCAB));
+    if (files->tokens < 2)
+        refuse(
+            "--%s %s: %lld %s; at least 2 are needed", name, path, (long long)files->tokens, unit);
+    if (files->tokens < seq + 1)
+        refuse("--%s %s: %lld %s, but one sequence needs %lld (--seq %lld and the label of its "
+               "last token); use "
+               "--seq %lld or less",
+            name, path, (long long)files->tokens, unit, (long long)seq + 1, (long long)seq,
+            (long long)files->tokens - 1);
+    if (id == O_DATA && v[O_SHUFFLE].number && sequences_of(v, files) > DT_SAMPLER_MAX_SHUFFLED)
+        refuse("--shuffle on: %s has %lld sequences of --seq %lld; at most %d can be shuffled; use "
+               "--seq %lld or more",
+            path, (long long)sequences_of(v, files), (long long)seq, DT_SAMPLER_MAX_SHUFFLED,
+            (long long)((files->tokens - 1) / (DT_SAMPLER_MAX_SHUFFLED + 1) + 1));
+}
+
+/* Finds the files of one source of --data or --val and checks them. `path` is NULL for the
+   project's own sources. `most` is an upper limit of the number of sequences that the run reads. */
+static void find_source(
+    const value *v, int id, const char *path, train_files *files, int64_t most) {
+    const char *name = table[id].name;
     struct stat st;
+    int examples = 0;
     if (!path) {
         if (!train_files_find_sources(files))
             refuse("no --%s given, and the project's sources are neither in . nor in the "
@@ -2256,31 +2323,189 @@ static void find_text(const value *v, int id, train_files *files, int64_t most) 
             refuse("--%s %s: %s", name, path, strerror(errno));
     }
     if (files->count == 0) refuse("--%s %s: the directory holds no files", name, path);
-    for (int i = 0; i < files->count; i++) files->shards |= check_file(id, files->path[i]);
+    for (int i = 0; i < files->count; i++) {
+        files->shards |= check_file(id, files->path[i]);
+        examples += encode_is_jsonl(files->path[i]);
+    }
+    if (examples && (examples < files->count || files->shards))
+        refuse("--%s %s: %d of %d files are .jsonl; instruction data and text need --data-mix",
+            name, path, examples, files->count);
+    files->examples = examples > 0;
     files->tokens = files->bytes;
-    if (tokenizer.tok && !files->shards) encode_files(id, files);
-    if (files->shards) check_tokens(v, id, files, most);
-    const char *unit = files->shards ? "tokens" : "bytes";
-    if (!files->shards && int_of(v, O_VOCAB) < 256 && v[O_MODEL].text)
-        refuse("--%s %s is text, whose bytes are tokens 0 to 255, but the model in %s has a "
-               "vocabulary of %d; use llm.c shards of this model's tokens",
-            name, path, v[O_MODEL].text, int_of(v, O_VOCAB));
-    if (!files->shards && int_of(v, O_VOCAB) < 256)
-        refuse("--vocab %d: the data is bytes 0 to 255; use --vocab 256", int_of(v, O_VOCAB));
-    if (files->tokens < 2)
-        refuse(
-            "--%s %s: %lld %s; at least 2 are needed", name, path, (long long)files->tokens, unit);
-    if (files->tokens < seq + 1)
-        refuse("--%s %s: %lld %s, but one sequence needs %lld (--seq %lld and the label of its "
-               "last token); use "
-               "--seq %lld or less",
-            name, path, (long long)files->tokens, unit, (long long)seq + 1, (long long)seq,
-            (long long)files->tokens - 1);
-    if (id == O_DATA && v[O_SHUFFLE].number && (files->tokens - 1) / seq > DT_SAMPLER_MAX_SHUFFLED)
-        refuse("--shuffle on: %s has %lld sequences of --seq %lld; at most %d can be shuffled; use "
-               "--seq %lld or more",
-            path, (long long)((files->tokens - 1) / seq), (long long)seq, DT_SAMPLER_MAX_SHUFFLED,
-            (long long)((files->tokens - 1) / (DT_SAMPLER_MAX_SHUFFLED + 1) + 1));
+    if ((tokenizer.tok || examples) && !files->shards) encode_source(v, id, files);
+    check_source(v, id, path, files, most);
+}
+
+/* Reads the weights of --data-mix into weights[], as integers without a common divisor, and returns
+   their number. */
+static int parse_weights(const char *text, int64_t weights[DATA_SOURCES]) {
+    int n = 0;
+    int64_t sum = 0, divisor = 0;
+    for (const char *at = text; at; n++) {
+        double x = 0;
+        size_t length = decimal(at, 1, &x);
+        if (!length || (at[length] && at[length] != ',') || n == DATA_SOURCES || !(x >= 1e-6) ||
+            x > 1e9 || fabs(x * 1e6 - floor(x * 1e6 + 0.5)) > 1e-3)
+            refuse("--data-mix %s: not W,W,..: at most %d numbers from 0.000001 to 1e9 with at "
+                   "most 6 decimals",
+                text, DATA_SOURCES);
+        weights[n] = (int64_t)floor(x * 1e6 + 0.5);
+        divisor = gcd(divisor, weights[n]);
+        at = at[length] ? at + length + 1 : NULL;
+    }
+    for (int i = 0; i < n; i++) sum += weights[i] /= divisor;
+    if (sum > DATA_PERIOD)
+        refuse("--data-mix %s: the weights have the ratio of whole numbers with a sum of %lld; at "
+               "most %d is allowed: round them",
+            text, (long long)sum, DATA_PERIOD);
+    return n;
+}
+
+/* Finds the sources of --data or --val: one, or with --data-mix those in the list of --data. */
+static void find_text(const value *v, int id, train_files *files, int64_t most) {
+    const char *mix = id == O_DATA ? v[O_DATA_MIX].text : NULL, *at = v[id].text;
+    int64_t weights[DATA_SOURCES];
+    int n = mix ? parse_weights(mix, weights) : 1;
+    if (!mix) {
+        find_source(v, id, at, files, most);
+        return;
+    }
+    if (!at) refuse("--data-mix %s needs --data FILE,FILE,..", mix);
+    for (int i = 0; at; i++) {
+        char path[4096];
+        size_t length = strcspn(at, ",");
+        if (i == n || (i < n - 1 && !at[length]))
+            refuse("--data %s: --data-mix %s has %d weights; separate as many files by commas",
+                v[id].text, mix, n);
+        snprintf(path, sizeof path, "%.*s", (int)(length < 4095 ? length : 4095), at);
+        if (i > 0) {
+            files->next = (train_files *)calloc(1, sizeof *files);
+            if (!files->next) refuse("out of memory");
+            files = files->next;
+        }
+        find_source(v, id, path, files, most);
+        files->weight = weights[i];
+        at = at[length] ? at + length + 1 : NULL;
+    }
+}
+
+/* Copies an option's text to `out`, at most `room` - 1 bytes. Replaces the escapes \n, \t, \\ and \,
+   by what they stand for. If `list` is set, ends at a comma. Returns the rest of the text after the
+   comma, or NULL if there is none. */
+static const char *unescape(int id, const char *text, int list, char *out, size_t room) {
+    size_t n = 0;
+    const char *at = text;
+    for (; *at && !(list && *at == ','); at++) {
+        char c = *at;
+        if (c == '\\') {
+            c = *++at == 'n' ? '\n' : *at == 't' ? '\t' : *at;
+            if (!*at || !strchr("nt\\,", *at))
+                refuse("--%s %s: the escapes are \\n, \\t, \\, and \\\\", table[id].name, text);
+        }
+        if (n + 1 >= room)
+            refuse("--%s %s: at most %zu bytes are allowed", table[id].name, text, room - 1);
+        out[n++] = c;
+    }
+    out[n] = 0;
+    if (n == 0) refuse("--%s %s: an empty text", table[id].name, text);
+    return *at ? at + 1 : NULL;
+}
+
+enum { MAX_STOPS = 64, STOP_BYTES = 256 };
+
+/* Returns 1 if a source has token shards whose text is not known. */
+static int has_ids(const train_files *f) {
+    for (; f; f = f->next)
+        if (f->shards && !f->examples && !tokenizer.tok) return 1;
+    return 0;
+}
+
+/* Checks the options of --generate. Returns the tokens of --prompt, and sets *n to their number, if
+   there is a tokenizer; else returns NULL. */
+static int32_t *resolve_generation(const value *v, const train_files *data, int64_t *n) {
+    const char *prompt = v[O_PROMPT].text, *stop = v[O_STOP].text;
+    char text[STOP_BYTES];
+    int stops = 0;
+    if ((prompt || stop) && v[O_GENERATE].number == 0)
+        refuse("--%s %s needs --generate N", prompt ? "prompt" : "stop", prompt ? prompt : stop);
+    if ((prompt || stop) && has_ids(data))
+        refuse("--%s %s: the data is token shards, whose text is not known; use --tokenizer FILE",
+            prompt ? "prompt" : "stop", prompt ? prompt : stop);
+    for (const char *at = stop; at; stops++) {
+        if (stops == MAX_STOPS) refuse("--stop: at most %d texts are allowed", MAX_STOPS);
+        at = unescape(O_STOP, at, 1, text, sizeof text);
+    }
+    if (!prompt || !tokenizer.tok) return NULL;
+    const int32_t *ids = tok_encode(tokenizer.tok, prompt, strlen(prompt),
+        (tok_encode_desc){ .add_special = 1, .has_more = 1 }, n);
+    int32_t *copy = ids ? (int32_t *)malloc((size_t)*n * sizeof *copy + 1) : NULL;
+    if (!copy) refuse("--prompt: %s", ids ? "out of memory" : error_without_rank(tokenizer.ctx));
+    memcpy(copy, ids, (size_t)*n * sizeof *copy);
+    return copy;
+}
+
+/* Sets the tokens that end a document: of text that is encoded one token, of bytes the bytes of
+   --document-end, of token shards without a tokenizer the id --document-end. */
+static void resolve_documents(const value *v, train_config *c) {
+    char text[DATA_END + 1];
+    const char *given = v[O_DOCUMENT_END].text;
+    data_end *end = &c->documents;
+    if (!v[O_DOCUMENTS].number && given) refuse("--document-end %s needs --documents on", given);
+    if (!v[O_DOCUMENTS].number) return;
+    if (given) unescape(O_DOCUMENT_END, given, 0, text, sizeof text);
+    if (tokenizer.tok) {
+        int32_t id = given ? tok_id(tokenizer.tok, text) : encode_end_id(tokenizer.tok);
+        if (id < 0)
+            refuse(
+                "--document-end %s: --tokenizer %s has no such token", given, v[O_TOKENIZER].text);
+        *end = (data_end){ 1, { id } };
+        return;
+    }
+    for (const train_files *f = &c->data; f; f = f->next) {
+        double id = 0;
+        size_t n = given ? decimal(given, 0, &id) : 0;
+        if (!f->shards || f->examples) continue;
+        if (!n || given[n] || id >= v[O_VOCAB].number)
+            refuse(
+                "--documents on: token shards need --document-end ID, an id below --vocab %s, or "
+                "a --tokenizer",
+                v[O_VOCAB].text);
+        *end = (data_end){ 1, { (int32_t)id } };
+        return;
+    }
+    if (!given) strcpy(text, "\n\n");
+    for (end->n = 0; text[end->n]; end->n++) end->id[end->n] = (unsigned char)text[end->n];
+}
+
+/* Finds and checks --data and --val. */
+static void find_data(const value *v, train_config *c, int64_t most) {
+    if (v[O_TOKEN_CACHE].text && !check_kind(O_TOKEN_CACHE, v[O_TOKEN_CACHE].text, A_DIRECTORY) &&
+        mkdir(v[O_TOKEN_CACHE].text, 0777) != 0 && errno != EEXIST)
+        refuse("--token-cache %s: %s", v[O_TOKEN_CACHE].text, strerror(errno));
+    find_text(v, O_DATA, &c->data, most);
+    if (v[O_VAL].text) find_text(v, O_VAL, &c->val, TRAIN_EVAL_SEQUENCES);
+    c->token_bytes = tokenizer.bytes;
+    resolve_documents(v, c);
+}
+
+/* With --epochs, finds the data and computes --steps: the first step after which at least E times
+   all sequences were read. */
+static void resolve_epochs(value *v, train_config *c) {
+    int64_t low = 1, high = (int64_t)table[O_STEPS].hi;
+    if (!v[O_EPOCHS].text) return;
+    find_data(v, c, INT64_MAX);
+    double need = ceil(v[O_EPOCHS].number * (double)all_sequences(v, &c->data) - 1e-9);
+    while (low < high) {
+        int64_t middle = low + (high - low) / 2;
+        if ((double)dt_batch_ramp_consumed(c->ramp, middle + 1) >= need)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    if (v[O_STEPS].from >= GIVEN && long_of(v, O_STEPS) != low)
+        refuse("--epochs %s is %lld steps, but --steps is %s; leave one of them out",
+            v[O_EPOCHS].text, (long long)low, v[O_STEPS].text);
+    compute(&v[O_STEPS], low);
 }
 
 /* Checks that the run will be able to write a file at `path` after the last step. Creates no
@@ -2351,8 +2576,9 @@ static void check_overwrites(const value *v, const train_config *c, const train_
         struct stat st;
         int exists = stat(out[o].path, &st) == 0, device = exists && !S_ISREG(st.st_mode);
         for (int k = 0; k < 3 && exists; k++)
-            for (int i = 0; i < in[k]->count; i++)
-                refuse_overwrite(&out[o], &st, ids[k], in[k]->path[i]);
+            for (const train_files *f = in[k]; f; f = f->next)
+                for (int i = 0; i < f->count; i++)
+                    refuse_overwrite(&out[o], &st, ids[k], f->path[i]);
         if (exists) refuse_overwrite(&out[o], &st, O_CONFIG, v[O_CONFIG].text);
         if (exists) refuse_overwrite(&out[o], &st, O_TOKEN_FILE, v[O_TOKEN_FILE].text);
         if (exists) refuse_overwrite(&out[o], &st, O_TOKENIZER, v[O_TOKENIZER].text);
@@ -2472,6 +2698,30 @@ static void print_stages(const train_config *c) {
     dt_ctx_free(ctx);
 }
 
+/* Prints a line for each source of the data. */
+static void print_data(const value *v, const train_files *f) {
+    static const char *const cached[] = { "", "   tokens from the cache", "   tokens to the cache",
+        "   tokens to the cache, whose shard was damaged or stale" };
+    line out = { .fd = 1 };
+    int mix = f->next != NULL;
+    for (; f; f = f->next) {
+        const char *unit = f->shards ? "tokens" : "bytes";
+        line_printf(&out, "data    %s   %d file%s   ",
+            mix              ? f->path[0]
+            : v[O_DATA].text ? v[O_DATA].text
+                             : "the project's own sources",
+            f->count, f->count == 1 ? "" : "s");
+        if (f->examples)
+            line_printf(&out, "%lld examples   %lld cut off after --seq %s",
+                (long long)sequences_of(v, f), (long long)f->truncated, v[O_SEQ].text);
+        else
+            line_printf(&out, "%lld %s   %lld sequences", (long long)f->tokens, unit,
+                (long long)sequences_of(v, f));
+        if (mix) line_printf(&out, "   weight %lld", (long long)f->weight);
+        line_printf(&out, "%s\n", cached[f->cached]);
+    }
+}
+
 static void print_settings(const value *v, const train_config *c) {
     static const char *const sources[] = { "", "=", "$", "*", "+" };
     const gpt_config *m = &c->model;
@@ -2500,10 +2750,7 @@ static void print_settings(const value *v, const train_config *c) {
     line_printf(&out, "batch   %s = micro-batch %d x accum %d x replicas %d   %lld tokens\n",
         v[O_BATCH].text, c->micro_batch, c->accum, c->mesh.dp * c->mesh.ep,
         (long long)long_of(v, O_BATCH) * c->seq);
-    line_printf(&out, "data    %s   %d file%s   %lld %s   %lld sequences\n",
-        v[O_DATA].text ? v[O_DATA].text : "the project's own sources", c->data.count,
-        c->data.count == 1 ? "" : "s", (long long)c->data.tokens,
-        c->data.shards ? "tokens" : "bytes", (long long)((c->data.tokens - 1) / c->seq));
+    print_data(v, &c->data);
     line_printf(&out, "options * given, + by --config, $ by the environment, = computed, others "
                       "default\n");
     for (int i = 0; i < N_OPTIONS; i++) {
@@ -2535,12 +2782,14 @@ typedef struct job {
     int64_t steps;     /* number of steps that this run has completed */
     int64_t outliers;  /* number of these steps that changed nothing (--skip-loss-z) */
     int attempt;       /* number of restarts before this attempt */
+    int32_t *prompt;   /* with --tokenizer: the tokens of --prompt */
+    int64_t prompt_tokens;
 } job;
 
 #define CSV_COLUMNS \
     "step,loss,grad_norm,lr,ms,tokens_per_s,mem_params,mem_grads,mem_optim,mem_acts," \
     "mem_comm,mem_peak,bytes_dp,bytes_tp,bytes_cp,bytes_pp,bytes_ep,val_loss,mfu," \
-    "batch,bubble,balance_loss,z_loss,dropped"
+    "batch,bubble,balance_loss,z_loss,dropped,val_perplexity,val_bits_per_byte,epochs"
 
 static const char *csv_header(const train_config *c) {
     return c->model.mtp ? CSV_COLUMNS ",mtp_loss" : CSV_COLUMNS;
@@ -2569,8 +2818,14 @@ static void csv_row(dt_ctx *ctx, const job *j, const train_row *row) {
     if (isfinite(row->val_loss)) line_printf(&out, "%.17g", row->val_loss);
     line_printf(&out, ",");
     if (mfu(j, row) > 0) line_printf(&out, "%.6g", mfu(j, row));
-    line_printf(&out, ",%lld,%.6g,%.17g,%.17g,%.17g", (long long)row->batch, row->bubble,
+    line_printf(&out, ",%lld,%.6g,%.17g,%.17g,%.17g,", (long long)row->batch, row->bubble,
         row->balance, row->z, row->dropped);
+    if (isfinite(row->val_loss)) line_printf(&out, "%.17g", exp(row->val_loss));
+    line_printf(&out, ",");
+    if (isfinite(row->val_bits)) line_printf(&out, "%.17g", row->val_bits);
+    int i = 0; /* the epochs of each source, separated by semicolons */
+    for (const train_files *f = &j->config.data; f; f = f->next, i++)
+        line_printf(&out, "%s%.10g", i ? ";" : ",", row->epochs[i]);
     if (j->config.model.mtp) line_printf(&out, ",%.17g", row->mtp);
     line_printf(&out, "\n");
     if (out.error) csv_failed(ctx, j, out.error);
@@ -2596,6 +2851,17 @@ static void check_stdout(dt_ctx *ctx, const job *j) {
             write_error_text(get_flag(launched.stdout_error)));
 }
 
+/* Returns the number of the epoch, from 1, in which the last sequence of a step is: an epoch has
+   the sequences of all sources. */
+static int64_t epoch_of(const job *j, const train_row *row) {
+    double read = 0; /* sequences read */
+    int i = 0;
+    for (const train_files *f = &j->config.data; f; f = f->next)
+        read += row->epochs[i++] * (double)sequences_of(j->v, f);
+    int64_t n = (int64_t)(read + 0.5), all = all_sequences(j->v, &j->config.data);
+    return n > 0 ? (n - 1) / all + 1 : 1;
+}
+
 static void on_step(dt_ctx *ctx, const train_row *row, void *user) {
     job *j = (job *)user;
     int64_t left = j->config.stop_at - row->step, before = j->steps++;
@@ -2605,9 +2871,10 @@ static void on_step(dt_ctx *ctx, const train_row *row, void *user) {
     j->outliers += row->outlier != DT_OUTLIER_NONE;
     if (j->csv >= 0) csv_row(ctx, j, row);
     if (j->v[O_QUIET].number) return;
-    line_printf(&out, "step %4lld/%s | loss %.6f | norm %.4f | lr %.2e | %.1f ms | %.0f tok/s",
-        (long long)row->step, j->v[O_STEPS].text, row->loss, row->grad_norm, row->lr, row->ms,
-        row->tokens_per_s);
+    if (j->v[O_EPOCHS].text) line_printf(&out, "Epoch %lld ", (long long)epoch_of(j, row));
+    line_printf(&out, "%s %4lld/%s | loss %.6f | norm %.4f | lr %.2e | %.1f ms | %.0f tok/s",
+        j->v[O_EPOCHS].text ? "Step" : "step", (long long)row->step, j->v[O_STEPS].text, row->loss,
+        row->grad_norm, row->lr, row->ms, row->tokens_per_s);
     if (mfu(j, row) > 0) line_printf(&out, " | mfu %.1f%%", 100 * mfu(j, row));
     line_printf(&out, " | comm %.0f%% | bubble %.0f%% | mem %.1f MiB | eta ", 100 * row->comm,
         100 * row->bubble, row->mem[TRAIN_PEAK] / 1048576);
@@ -2617,59 +2884,144 @@ static void on_step(dt_ctx *ctx, const train_row *row, void *user) {
             row->outlier == DT_OUTLIER_LOSS ? "loss" : "norm", row->outlier_z,
             (long long)j->outliers);
     line_printf(&out, "\n");
-    if (isfinite(row->val_loss))
-        line_printf(&out, "eval %4lld/%s | val loss %.6f on at most %d sequences\n",
-            (long long)row->step, j->v[O_STEPS].text, row->val_loss, TRAIN_EVAL_SEQUENCES);
+    if (isfinite(row->val_loss)) {
+        line_printf(&out, "eval %4lld/%s | val loss %.6f | perplexity %.4f", (long long)row->step,
+            j->v[O_STEPS].text, row->val_loss, exp(row->val_loss));
+        if (isfinite(row->val_bits)) line_printf(&out, " | bits per byte %.6f", row->val_bits);
+        line_printf(&out, " on at most %d sequences\n", TRAIN_EVAL_SEQUENCES);
+    }
     check_stdout(ctx, j);
 }
 
-/* Adds n sampled tokens to a line: as text with --tokenizer, as ids if the data is token shards,
-   else as bytes. On a terminal, control bytes are printed as \xNN; in a file or a pipe they are
-   unchanged. */
-static void print_generated(dt_ctx *ctx, line *out, int32_t *ids, int n, int shards) {
-    size_t bytes = (size_t)n;
-    char *own = (char *)calloc(bytes + 1, 1);
-    const char *text = own;
-    if (!own) dt_fail(ctx, DT_ERR_MEM, "--generate %d", n);
-    int tokens = 0; /* ids that are tokens: a vocabulary may have gaps */
-    for (int i = 0; i < n && own; i++) {
-        own[i] = (char)ids[i];
-        if (!tokenizer.tok && shards) line_printf(out, "%s%d", i > 0 ? " " : "", ids[i]);
-        if (tokenizer.tok && tok_is_token(tokenizer.tok, ids[i])) ids[tokens++] = ids[i];
+/* The text that is generated. Every rank keeps it, to find the texts of --stop, and rank 0 prints
+   it: as text with --tokenizer, as ids if the data is token shards, else as bytes. */
+typedef struct generated {
+    dt_ctx *ctx;
+    int is_ids, prints, is_first;
+    char *text; /* the text so far, of which `printed` bytes are printed */
+    size_t bytes, capacity, printed;
+    int stops; /* texts of --stop */
+    char stop[MAX_STOPS][STOP_BYTES];
+} generated;
+
+/* Returns the offset of the first text of --stop in the text, or its length if there is none. */
+static size_t find_stop(const generated *g) {
+    size_t first = g->bytes;
+    for (int i = 0; i < g->stops; i++) {
+        const char *at = (const char *)memmem(
+            g->text + g->printed, g->bytes - g->printed, g->stop[i], strlen(g->stop[i]));
+        if (at && (size_t)(at - g->text) < first) first = (size_t)(at - g->text);
     }
-    if (tokenizer.tok)
-        text = tok_decode(tokenizer.tok, ids, tokens, (tok_decode_desc){ 0 }, &bytes);
-    if (text && (tokenizer.tok || !shards))
-        line_add_text(out, text, bytes, isatty(1) ? "\n\t" : NULL);
-    free(own);
+    return first;
 }
 
-/* Samples n = --generate tokens from the model and prints them. They begin after a newline, after
-   the last id of the vocabulary (GPT-2's end of text) if the data is token shards, or after
-   tok_first_id with --tokenizer. */
+/* Returns how many bytes at the end of the text must wait: they may be the beginning of a text of
+   --stop, or of a UTF-8 character. */
+static size_t held_bytes(const generated *g) {
+    size_t held = tok_incomplete((const unsigned char *)g->text, g->bytes);
+    for (int i = 0; i < g->stops; i++)
+        for (size_t n = strlen(g->stop[i]) - 1; n > held; n--)
+            if (n <= g->bytes - g->printed && memcmp(g->text + g->bytes - n, g->stop[i], n) == 0)
+                held = n;
+    return held;
+}
+
+/* Prints the text up to `end`. On a terminal, control bytes are printed as \xNN; in a file or a
+   pipe they are unchanged. */
+static void print_generated(generated *g, size_t end) {
+    line out = { .fd = 1 };
+    if (g->prints && end > g->printed)
+        line_add_text(&out, g->text + g->printed, end - g->printed, isatty(1) ? "\n\t" : NULL);
+    if (out.used) flush_line(&out);
+    g->printed = end > g->printed ? end : g->printed;
+}
+
+/* Receives each token (see gpt_sampling.stop). */
+static int on_token(const int32_t *ids, int n, void *user) {
+    generated *g = (generated *)user;
+    const tok *t = tokenizer.tok;
+    char byte = (char)ids[n - 1], number[24];
+    const char *more = &byte;
+    size_t bytes = 1;
+    if (t) { /* a vocabulary may have gaps */
+        const tok_token *k = tok_is_token(t, ids[n - 1]) ? &t->token[ids[n - 1]] : NULL;
+        more = k ? (const char *)t->text + k->offset : NULL;
+        bytes = k ? k->bytes : 0;
+    } else if (g->is_ids) {
+        bytes = (size_t)snprintf(number, sizeof number, "%s%d", g->is_first ? "" : " ", ids[n - 1]);
+        more = number;
+    }
+    g->is_first = 0;
+    if (g->bytes + bytes + 1 > g->capacity) {
+        size_t capacity = 2 * (g->bytes + bytes) + 256;
+        char *text = (char *)realloc(g->text, capacity);
+        if (!text) return dt_fail(g->ctx, DT_ERR_MEM, "--generate: %zu bytes", capacity), 1;
+        g->text = text;
+        g->capacity = capacity;
+    }
+    if (bytes) memcpy(g->text + g->bytes, more, bytes);
+    g->bytes += bytes;
+    size_t stop = find_stop(g);
+    if (stop < g->bytes) {
+        print_generated(g, stop);
+        g->bytes = stop;
+        return 1;
+    }
+    print_generated(g, g->bytes - held_bytes(g));
+    return 0;
+}
+
+/* Returns the tokens of --prompt, with space for `more` further ones, and sets *n to their number.
+   Without a prompt, returns the token that a text begins after: a newline, the last id of the
+   vocabulary (GPT-2's end of text) if the data is token shards, or tok_first_id with --tokenizer.
+   The caller frees the tokens. */
+static int32_t *prompt_tokens(const job *j, int vocab, int64_t more, int64_t *n) {
+    const char *prompt = j->v[O_PROMPT].text;
+    const tok *t = tokenizer.tok;
+    size_t bytes = prompt ? strlen(prompt) : 0;
+    const int32_t *ids = j->prompt;
+    *n = prompt && t ? j->prompt_tokens : prompt ? (int64_t)bytes : 1;
+    int32_t *all = (int32_t *)calloc((size_t)(*n + more), sizeof *all);
+    if (!all) return NULL;
+    for (int64_t i = 0; prompt && i < *n; i++) all[i] = t ? ids[i] : (unsigned char)prompt[i];
+    if (!prompt) all[0] = t ? tok_first_id(t) : has_ids(&j->config.data) ? vocab - 1 : '\n';
+    return all;
+}
+
+/* Samples n = --generate tokens from the model and prints them. All ranks sample the same tokens,
+   and rank 0 prints them. */
 static void generate(dt_ctx *ctx, gpt *model, const job *j) {
-    int quiet = j->v[O_QUIET].number != 0, shards = j->config.data.shards;
-    int n = int_of(j->v, O_GENERATE);
-    int32_t *ids = (int32_t *)calloc((size_t)n + 1, sizeof *ids);
-    if (ids) {
-        const tok *t = tokenizer.tok;
-        gpt_sampling how = { .temperature = 0.8,
-            .limit = t        ? tok_vocab(t)
-                     : shards ? 0
-                              : 256,
-            .seed = (uint64_t)j->v[O_SEED].number };
-        ids[0] = t ? tok_first_id(t) : shards ? model->config.vocab - 1 : '\n';
-        /* all ranks sample the same tokens, and rank 0 prints them */
-        int first =
-            n > 0 && gpt_generate(model, ids, 1, n + 1, how) == DT_OK && dt_ctx_rank(ctx) == 0;
+    const value *v = j->v;
+    int quiet = v[O_QUIET].number != 0, ids_only = has_ids(&j->config.data);
+    int n = int_of(v, O_GENERATE);
+    int64_t given = 0;
+    if (n == 0) return;
+    generated *g = (generated *)calloc(1, sizeof *g);
+    int32_t *ids = prompt_tokens(j, model->config.vocab, n, &given);
+    if (ids && g) {
+        *g = (generated){ .ctx = ctx, .is_ids = ids_only, .is_first = 1 };
+        g->prints = dt_ctx_rank(ctx) == 0;
+        for (const char *at = v[O_STOP].text; at; g->stops++)
+            at = unescape(O_STOP, at, 1, g->stop[g->stops], STOP_BYTES);
+        gpt_sampling how = { .temperature = v[O_TEMPERATURE].number,
+            .top_k = int_of(v, O_SAMPLE_TOP_K),
+            .top_p = v[O_TOP_P].number,
+            .limit = tokenizer.tok ? tok_vocab(tokenizer.tok)
+                     : ids_only    ? 0
+                                   : 256,
+            .seed = (uint64_t)v[O_SEED].number,
+            .stop = on_token,
+            .user = g };
         line out = { .fd = 1 };
-        if (!quiet && first) line_printf(&out, "---\n");
-        if (first) print_generated(ctx, &out, ids + 1, n, shards);
-        if (first && (!quiet || (shards && !t))) line_printf(&out, "\n");
-        if (first && !quiet) line_printf(&out, "---\n");
-        if (first) flush_line(&out);
+        if (!quiet && g->prints) line_printf(&out, "---\n");
+        gpt_generate(model, ids, (int)given, (int)given + n, how);
+        if (dt_error(ctx) == DT_OK) print_generated(g, g->bytes);
+        if (g->prints && (!quiet || ids_only)) line_printf(&out, "\n");
+        if (g->prints && !quiet) line_printf(&out, "---\n");
     } else
         dt_fail(ctx, DT_ERR_MEM, "--generate %d", n);
+    if (g) free(g->text);
+    free(g);
     free(ids);
 }
 
@@ -2766,11 +3118,13 @@ static void csv_rewind(dt_ctx *ctx, const job *j, int64_t step) {
    changeable_options, and then prints the old and the new value. */
 static const int fixed_options[] = { O_ARCH, O_LAYERS, O_WIDTH, O_HEADS, O_KV_HEADS, O_FFN, O_SEQ,
     O_VOCAB, O_TIE, O_EXPERTS, O_TOP_K, O_MOE_EVERY, O_SHARED_EXPERTS, O_CAPACITY, O_ROUTER_BIAS,
-    O_SHUFFLE, O_SEED, O_OPTIMIZER, O_DTYPE, O_LORA, O_LORA_ALPHA, O_LORA_ON, O_BASE };
+    O_SHUFFLE, O_SEED, O_OPTIMIZER, O_DTYPE, O_LORA, O_LORA_ALPHA, O_LORA_ON, O_BASE, O_DATA_MIX,
+    O_DOCUMENTS, O_DOCUMENT_END };
 static const int changeable_options[] = { O_DROPOUT, O_BALANCE_LOSS, O_Z_LOSS, O_BATCH, O_STEPS,
     O_LR, O_LR_SCHEDULE, O_WARMUP, O_LR_STEPS, O_MIN_LR_RATIO, O_BATCH_RAMP, O_WEIGHT_DECAY, O_CLIP,
     O_BETA1, O_BETA2, O_EPS, O_MOMENTUM, O_ADAMW_LR_SCALE, O_LABEL_SMOOTHING, O_FREEZE_STEPS,
-    O_LOSS_SCALE, O_REDUCE, O_TOKENIZER, O_EMA, O_SKIP_LOSS_Z, O_SKIP_NORM_Z, O_LORA_DROPOUT };
+    O_LOSS_SCALE, O_REDUCE, O_TOKENIZER, O_EMA, O_SKIP_LOSS_Z, O_SKIP_NORM_Z, O_LORA_DROPOUT,
+    O_EPOCHS };
 
 /* Returns 1 if option `id` has another value in `then`, the settings of a checkpoint; 0 if it has
    the same value or if the checkpoint does not know the option. Writes the checkpoint's value to
@@ -2872,9 +3226,9 @@ static void at_end(dt_ctx *ctx, gpt *model, void *user) {
 /* Each rank may have its own values of per_rank_options. An option in presence_options must be
    given on all ranks or on none, but its values may differ. All ranks must have the same values of
    all other options. */
-static const int per_rank_options[] = { O_DATA, O_RANK, O_RENDEZVOUS, O_TOKEN_FILE, O_TIMEOUT,
-    O_OFFLOAD_OPTIM, O_OFFLOAD_PARAMS, O_MEM_LIMIT, O_LINK_LATENCY, O_LINK_BANDWIDTH, O_LOG_CSV,
-    O_QUIET, O_PEAK_TFLOPS, O_CONFIG };
+static const int per_rank_options[] = { O_DATA, O_TOKEN_CACHE, O_READ_AHEAD, O_RANK, O_RENDEZVOUS,
+    O_TOKEN_FILE, O_TIMEOUT, O_OFFLOAD_OPTIM, O_OFFLOAD_PARAMS, O_MEM_LIMIT, O_LINK_LATENCY,
+    O_LINK_BANDWIDTH, O_LOG_CSV, O_QUIET, O_PEAK_TFLOPS, O_CONFIG };
 static const int presence_options[] = { O_VAL, O_MODEL, O_ADAPTER, O_TOKENIZER, O_SCHEDULE_SVG,
     O_SAVE, O_RESUME, O_SAVE_MODEL, O_TRACE };
 
@@ -2909,7 +3263,7 @@ static dt_status compare_options(dt_ctx *ctx, const job *j) {
              *mine = all + (size_t)n * DIGESTS;
     if (!all) return dt_fail(ctx, DT_ERR_MEM, "the options of %d ranks", n);
     for (int i = 0; i < N_OPTIONS; i++) mine[i] = option_digest(j->v, i);
-    mine[N_OPTIONS] = (uint32_t)j->config.data.tokens;
+    mine[N_OPTIONS] = (uint32_t)all_tokens(&j->config.data);
     dt_all_gather(dt_world(ctx), mine, all, DIGESTS, DT_I32);
     for (int i = 0; i < DIGESTS && dt_error(ctx) == DT_OK; i++) {
         const char *text = i < N_OPTIONS ? j->v[i].text : NULL;
@@ -2917,7 +3271,7 @@ static dt_status compare_options(dt_ctx *ctx, const job *j) {
         if (i == N_OPTIONS)
             dt_fail(ctx, DT_ERR_ARG,
                 "--data has %lld tokens here, and a different number on rank 0",
-                (long long)j->config.data.tokens);
+                (long long)all_tokens(&j->config.data));
         else
             dt_fail(ctx, DT_ERR_ARG,
                 "--%s%s%s here, but rank 0 has another value: give all ranks the same options",
@@ -3434,12 +3788,14 @@ int main(int argc, char **argv) {
         if (prints_messages())
             line_add_text(&out, settings, strlen(settings), "\n"), flush_line(&out);
         free(settings);
+        train_files_free(&j.config.data);
+        train_files_free(&j.config.val);
         return end_mpi(exit_status(NULL, 0));
     }
     if (v[O_TOKEN_FILE].text) check_token(v[O_TOKEN_FILE].text);
-    find_text(
-        v, O_DATA, &j.config.data, dt_batch_ramp_consumed(j.config.ramp, j.config.stop_at + 1));
-    if (v[O_VAL].text) find_text(v, O_VAL, &j.config.val, TRAIN_EVAL_SEQUENCES);
+    if (!j.config.data.count)
+        find_data(v, &j.config, dt_batch_ramp_consumed(j.config.ramp, j.config.stop_at + 1));
+    j.prompt = resolve_generation(v, &j.config.data, &j.prompt_tokens);
     check_resume(v);
     if (prints_messages()) check_outputs(v, &j.config);
     if (v[O_MEM_LIMIT].text) check_mem_limit(&j);
@@ -3454,6 +3810,7 @@ int main(int argc, char **argv) {
     j.config.settings = settings;
     int failed = v[O_DRY_RUN].number ? exit_status(NULL, dry_run(&j)) : run(&j);
     free(settings);
+    free(j.prompt);
     train_files_free(&j.config.data);
     train_files_free(&j.config.val);
     close_tokenizer();

@@ -121,7 +121,7 @@ run_one() { start "$@"; judge "$1"; }
 # processors, the longest first. (A mutant's test may wait, but it only has to fail.) Tests that need PyTorch come
 # late, because it is installed meanwhile.
 together="test_cuda_races test_cuda test_matrix_gpu test_parts.sh test_entry_points.sh \
-          test_sanitized.sh test_cli.sh test_examples.sh test_memory test_kernels test_docs.sh test_tensor test_account test_gpt \
+          test_sanitized.sh test_cli.sh test_data.sh test_examples.sh test_memory test_kernels test_docs.sh test_tensor test_account test_gpt \
           test_seeds test_ops test_layers test_files test_file_safety test_placements test_cuda_blas test_cuda_shim test_schedule \
           test_onebit test_muon test_fuzz test_index.sh test_lora test_tokenizer test_tokenizer.sh test_launch.sh test_hf.sh \
           test_peft.sh mutants"

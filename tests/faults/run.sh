@@ -3,7 +3,7 @@
 #
 # test_faults, test_mismatch, test_attack, test_fuzz, test_checkpoint_faults, test_checkpoint_kills and test_offload in
 # full, the memory promises of 500 configurations, the race detector on all cases, each other script in tests/faults,
-# test_mpi.sh in full with each MPI, and the compilers of test_headers.sh in full. B is the folder of the programs.
+# test_mpi.sh in full with each MPI, the compilers of test_headers.sh in full, and test_tokenizer.sh with 10 MB of text. B is the folder of the programs.
 cd "$(dirname "$0")/../.." || exit 1
 B=${B:-build}
 export B
@@ -41,5 +41,8 @@ for script in tests/faults/*.sh; do
 done
 campaign env ALL=yes bash tests/comm/test_mpi.sh
 campaign env FULL=yes bash tests/programs/test_headers.sh others examples
+venv=${VENV:-${XDG_CACHE_HOME:-$HOME/.cache}/dt-tests/venv} # tests/run.sh installs it
+[ -n "$PYTHON" ] || [ ! -e "$venv/ready" ] || export PYTHON=$venv/bin/python
+campaign env MB=10 bash tests/programs/test_tokenizer.sh
 echo "$passed passed, $failed failed, $skipped skipped"
 [ "$failed" = 0 ]

@@ -971,6 +971,53 @@ static void cache_equals_window(int which, dt_dtype dtype, int prompt, double to
     free_ctx(b, "window");
 }
 
+/* Sampled frequencies equal the distribution by its definition: of all subsets of a vocabulary of
+   six that top_k and top_p may leave, the smallest one is chosen by enumeration. Logits 1 and 3 are
+   equal. */
+static void top_k_and_top_p(void) {
+    enum { V = 6, DRAWS = 20000 };
+    static const float logits[V] = { 0.5f, 2, -0.25f, 2, 2.75f, 1 };
+    static const double temperatures[] = { 0.5, 1, 3 }, ps[] = { 1, 0.95, 0.8, 0.6, 0.3, 1e-6 };
+    float room[V];
+    for (int k = 0; k <= V + 1; k++)
+        for (int x = 0; x < 18; x++) {
+            double T = temperatures[x % 3], p = ps[x / 3], w[V], all = 0, of_k = 0;
+            int keep = 0, best = V + 1, seen[V] = { 0 };
+            for (int i = 0; i < V; i++) all += w[i] = exp((double)logits[i] / T);
+            /* a set is closed if it has every token that is as likely as one of its tokens */
+            for (int pass = 0; pass < 2; pass++) {
+                int within = pass ? keep : (1 << V) - 1;
+                best = V + 1;
+                for (int set = 1; set < 1 << V; set++) {
+                    int size = 0, closed = (set & ~within) == 0;
+                    double sum = 0;
+                    for (int i = 0; i < V; i++) {
+                        if (!(set >> i & 1)) continue;
+                        size++, sum += w[i];
+                        for (int j = 0; j < V; j++)
+                            closed &= set >> j & 1 || !(within >> j & 1) || w[j] < w[i];
+                    }
+                    int enough = pass ? sum >= p * of_k - 1e-12 : size >= (k && k < V ? k : V);
+                    if (closed && enough && size < best) best = size, keep = set;
+                }
+                of_k = 0;
+                for (int i = 0; i < V; i++) of_k += keep >> i & 1 ? w[i] : 0;
+            }
+            gpt_sampling s = { .temperature = T, .top_k = k, .top_p = p };
+            for (int i = 0; i < DRAWS; i++)
+                seen[gpt_sample(logits, V, s, (i + 0.5) / DRAWS, room)]++;
+            for (int i = 0; i < V; i++)
+                CHECK_MSG(fabs(seen[i] - (keep >> i & 1 ? DRAWS * w[i] / of_k : 0)) <= 1,
+                    "top_k %d top_p %g temperature %g: id %d is sampled %d times of %d", k, p, T, i,
+                    seen[i], DRAWS);
+        }
+}
+
+static int stop_at_nine(const int32_t *ids, int n, void *user) {
+    *(int *)user = n;
+    return n == 9 && ids[0] == 3;
+}
+
 static void sampling(void) {
     static const float logits[5] = { 0.5f, 2, 1.5f, -1, 2.5f };
     float room[5];
@@ -990,6 +1037,7 @@ static void sampling(void) {
             (i + 0.5) / 10000, room)]++;
     CHECK(seen[0] + seen[2] + seen[3] == 0 &&
           abs(seen[1] - (int)(10000 * p[1] / (p[1] + p[4]))) <= 1);
+    top_k_and_top_p();
     /* sampling past the end of the context is reproducible; then one greedy token */
     for (int which = 0; which < 4; which += 3) {
         int32_t one[64] = { 3, 1, 4 }, two[64] = { 3, 1, 4 };
@@ -1010,6 +1058,13 @@ static void sampling(void) {
         dt_tensor *y = gpt_logits(&m, dt_input(ctx, DT_I32, DT_SHAPE(1, 3), two));
         const double *last = y ? (double *)y->data + 2 * 37 : NULL;
         for (int i = 0; last && i < 37; i++) CHECK(last[i] <= last[two[3]]);
+        int calls = 0; /* stop ends the text after 9 tokens, which are those without it */
+        memset(two + 3, 0, 61 * sizeof *two);
+        gpt_generate(&m, two, 3, 64,
+            (gpt_sampling){
+                .temperature = 0.9, .limit = 20, .seed = 5, .stop = stop_at_nine, .user = &calls });
+        CHECK(calls == 9 && memcmp(one, two, 9 * sizeof *one) == 0);
+        for (int i = 9; i < 64; i++) CHECK(two[i] == 0);
         CHECK(gpt_generate(&m, two, 0, 4, (gpt_sampling){ 0 }) == DT_ERR_ARG);
         dt_ctx_free(ctx);
     }
