@@ -567,9 +567,15 @@ DT_API dt_status dt_route_update_bias(
                                                             arXiv:2104.04473
        ZB            (p - 1) / (3 m)   min(p, m)            zero bubble, ZB-H1: P. Qi et al.,
                                                             arXiv:2401.10241
+       ZBV           (p - 1) / (6 m)   chunks: min(w, 2 p)  ZB-V: P. Qi et al., arXiv:2405.15362
+       DUALPIPE_V    (p - 1) / (6 m)   chunks:              DualPipe of DeepSeek-V3,
+                                       min(w, 2 p + 1)      arXiv:2412.19437, cut in half
 
-   Section 17 draws the schedules. The row ZB holds if p <= m. The row INTERLEAVED holds if p
-   divides m. A micro-batch counts in its third column once for each chunk that holds it, and
+   Section 17 draws the schedules. The row ZB holds if p <= m, and the last two hold if 2 p <= m:
+   their bubble is only the time by which rank p - 1 begins and ends after rank 0, so under ZBV no
+   rank idles between its first and its last action. In these two rows w = min(m + 1 + r, 2 m). The
+   row INTERLEAVED holds if p divides m. Where the third column says chunks, a micro-batch counts
+   once for each chunk that holds it; in the row INTERLEAVED
    w = 2 (p - r - 1) + (v - 1) G + 1, where G = p. In general each chunk processes the micro-batches
    in groups of G (A. Grattafiori et al., arXiv:2407.21783), so every m is possible. If m >= p, G is
    any number from p to m for which m % G is 0 or at least p. If m < p, G is m.
@@ -579,15 +585,17 @@ DT_API dt_status dt_route_update_bias(
    their outputs. After that it holds only the gradient that it sends, until the receiver begins to
    use it, so an F that reuses the slot may have to wait for the receiver. A rank has enough slots
    that no rank waits for a slot if all stages take the same time. The number of slots equals the
-   number of micro-batches that the rank holds, except for INTERLEAVED, whose chunks wait for each
-   other: the first ranks have one more slot if p divides m, and several more slots if p does not
-   divide m. */
+   number of micro-batches that the rank holds, except where chunks wait for each other: ZBV and
+   DUALPIPE_V have up to one more slot, and for INTERLEAVED the first ranks have one more slot if p
+   divides m, and several more slots if p does not divide m. */
 enum {
     DT_SCHEDULE_NAIVE = 0,
     DT_SCHEDULE_AFAB,
     DT_SCHEDULE_1F1B,
     DT_SCHEDULE_INTERLEAVED,
     DT_SCHEDULE_ZB,
+    DT_SCHEDULE_ZBV,
+    DT_SCHEDULE_DUALPIPE_V,
     DT_SCHEDULES
 };
 
@@ -605,6 +613,7 @@ typedef struct dt_action {
     /* recv_from is the rank that sends the input, send_to the rank that receives the result. Either
        may be this rank. -1: no message (at the ends of the pipeline, and in W) */
     int recv_from, send_to;
+    int line; /* the action's line in the file of dt_schedule_read; else 0 */
 } dt_action;
 
 typedef struct dt_schedule dt_schedule;
@@ -619,16 +628,18 @@ typedef struct dt_schedule_desc {
     int kind;   /* DT_SCHEDULE_* */
     int ranks;  /* p: at least 1 */
     int micros; /* m: at least 1 */
-    /* v: chunks of each rank; 0 means 2 for INTERLEAVED and 1 for all others. Only INTERLEAVED and
-       generators of your own may have more than 1 */
+    /* v: chunks of each rank; 0 means 2 for INTERLEAVED, ZBV and DUALPIPE_V and 1 for all others.
+       INTERLEAVED and generators of your own may have any number */
     int chunks;
-    int micro_group;          /* G of INTERLEAVED; 0 means the smallest G that is allowed */
-    dt_schedule_fn generate;  /* NULL: the generator of `kind`; else your own generator */
-    dt_stage_map_fn stage_of; /* NULL: the stage is chunk * ranks + rank */
-    void *user;               /* passed to both functions */
-    const char *name;         /* copied; NULL: the kind's name */
-    /* 1: each rank has exactly as many slots as it holds micro-batches, and may wait for a slot. An
-       INTERLEAVED schedule that would then deadlock fails with DT_ERR_ARG */
+    int micro_group;         /* G of INTERLEAVED; 0 means the smallest G that is allowed */
+    dt_schedule_fn generate; /* NULL: the generator of `kind`; else your own generator */
+    /* NULL: the stage is chunk * ranks + rank; for ZBV and DUALPIPE_V rank r has stages r and
+       2 ranks - 1 - r */
+    dt_stage_map_fn stage_of;
+    void *user;       /* passed to both functions */
+    const char *name; /* copied; NULL: the kind's name */
+    /* 1: each rank has exactly as many slots as it holds micro-batches, and may wait for a slot. A
+       schedule of several chunks that would then deadlock fails with DT_ERR_ARG */
     int min_slots;
     /* number of additional slots on each rank, so that fewer forwards wait for a slot when messages
        take time */
@@ -752,6 +763,27 @@ DT_API dt_status dt_schedule_svg(dt_ctx *ctx, const char *path, const dt_timelin
    1000. */
 DT_API dt_status dt_schedule_text(
     const dt_schedule *schedule, const dt_span *spans, int columns, char *text, size_t text_bytes);
+
+/* Schedules as text, to write one by hand or to edit one that a generator made:
+
+       ranks 2, chunks 1, micros 2           # the first line; # begins a comment
+       rank 0: F(micro 0) F(micro 1) B(micro 0) B(micro 1)
+       rank 1: F(micro 0) B(micro 0) F(micro 1)
+       rank 1: B(micro 1)                    # a rank may have several lines
+
+   Actions have the names that dt_schedule_check prints: F, B, I or W, the micro-batch, and with
+   several chunks the chunk, as in "I(micro 0, chunk 1)". A line "rank 0: stages 0 3" names the
+   stages of the rank's chunks 0, 1, ..; without such lines chunk c of rank r is stage
+   c * ranks + r.
+
+   [local] Writes a schedule as text, as dt_file_write writes a file. */
+DT_API dt_status dt_schedule_write(dt_ctx *ctx, const char *path, const dt_schedule *schedule);
+/* [local] Reads such a text and makes the schedule. Of desc it uses min_slots, extra_slots and
+   unchecked; if desc.ranks, desc.chunks or desc.micros is not 0, the file must have this number.
+   Returns NULL after DT_ERR_MEM, DT_ERR_IO, or DT_ERR_ARG: the error names the file and the line,
+   or the schedule is wrong (as in dt_schedule_make), and the error names the lines of the actions
+   that it is about. */
+DT_API dt_schedule *dt_schedule_read(dt_ctx *ctx, const char *path, dt_schedule_desc desc);
 
 // ==== 7. Pipeline parallelism ===================================================================
 
@@ -3049,10 +3081,11 @@ DT__DEFINE_AT_SITE(dt_status, route_update_bias, bias ? bias->ctx : NULL,
 
 // ==== 17. Pipeline schedules: generators, lowering, checker =====================================
 
-/* Five schedules of p = 4 ranks with their bubble fractions, drawn by dt_schedule_text from their
-   generators. The naive schedule has m = 2 micro-batches, all others have m = 4. F takes 1 time
-   unit, B takes 2, I and W take 1 each. Digits are F, small letters are B and I, capitals are W,
-   dots are the bubble. 1F1B has the same bubble as GPipe, but rank r holds at most p - r
+/* Schedules of p = 4 ranks with their bubble fractions, drawn by dt_schedule_text from their
+   generators. The naive schedule has m = 2 micro-batches, the last two m = 8, all others m = 4. F
+   takes 1 time unit, B takes 2, I and W take 1 each. Digits are F, small letters are B and I,
+   capitals are W, dots are the bubble. 1F1B has the same bubble as GPipe, but rank r holds at
+   most p - r
    micro-batches in memory at a time:
 
        naive, m = 2: p - 1 = 3                       GPipe (AFAB): (p - 1) / m = 3/4
@@ -3071,7 +3104,19 @@ DT__DEFINE_AT_SITE(dt_status, route_update_bias, bias ? bias->ctx : NULL,
        rank 0 |01230123......aa.bb.cc.ddaabbccdd|
        rank 1 |.01230123...aa.bb.cc.ddaabbccdd..|
        rank 2 |..0123012.aa3bb.cc.ddaabbccdd....|
-       rank 3 |...01230aa1bb2cc3ddaabbccdd......| */
+       rank 3 |...01230aa1bb2cc3ddaabbccdd......|
+
+       ZB-V: (p - 1) / (6 m) = 3/48 (a column is half a time unit; ranks have chunks 0 and 1)
+       rank 0 |01234560aA1bB2cC3dD7aA4eEbB5fFcC6gGdD7hHeEfFgGhH...|
+       rank 1 |.01234051aA2bB3cC6aA4dD7bB5eEcC6fFdD7gGehfEgFhGHH..|
+       rank 2 |..01203142aA3bB5aA4cC6bB5dD7cC6eEdD7fFegfhgEhFGHGH.|
+       rank 3 |...00112233aA4aA4bB5bB5cC6cC6dD7dD7eEeffgghhEFGHFGH|
+
+       DualPipe-V: (p - 1) / (6 m) = 3/48
+       rank 0 |01234560aA1bB2cC37dd4aaee5.bbff6.ccgg7.ddhheEfFgGhH|
+       rank 1 |.01234051aA2bB36cc4aa7dd5bbee6.ccff7.ddggeehfHgFhGH|
+       rank 2 |..01203142aA35bb4aa6cc5bb7dd6ccee7.ddffeeggfhgFhHGH|
+       rank 3 |...001122334aa4aa5bb5bb6cc6cc7dd7ddeeeeffffgghhGGHH| */
 
 /* The actions of one rank, in the order in which the rank runs them, are contiguous in the list of
    all actions. */
@@ -3089,6 +3134,8 @@ struct dt_schedule {
     dt_action *actions; /* (total): first the actions of rank 0, then those of rank 1, and so on */
     /* while a generator runs: number of actions for which each rank has memory; else 0 */
     int capacity;
+    int splits;          /* 1: at least one backward is split into I and W */
+    int line;            /* while a file is read: the line of the next actions; else 0 */
     int *stage_of_chunk; /* (ranks,chunks): the stage of each chunk */
     int *chunk_of_stage; /* (stages): for each stage its rank * chunks + its chunk */
     int *action_index;   /* (stages,micros,DT__ROLES): index of the first such action; -1: none */
@@ -3174,8 +3221,9 @@ dt_status dt_schedule_add(dt_schedule *s, int rank, dt_phase phase, int micro, i
     if (p->count >= s->capacity)
         return dt_fail(s->object.ctx, DT_ERR_ARG,
             "dt_schedule_add(%s): rank %d has %d actions already", s->name, rank, s->capacity);
-    s->actions[p->offset + p->count++] =
-        (dt_action){ .phase = phase, .micro = micro, .chunk = chunk, .rank = rank };
+    s->actions[p->offset + p->count++] = (dt_action){
+        .phase = phase, .micro = micro, .chunk = chunk, .rank = rank, .line = s->line
+    };
     return DT_OK;
 }
 
@@ -3210,7 +3258,7 @@ static void dt__add_kth(dt_schedule *s, int r, int k, dt_phase phase) {
 /* Generates all kinds: after the warm-up, one forward and one backward alternate. Zero bubble
    (ZB-H1) splits the backward into I and W: the preceding stage waits only for I, and rank r delays
    W by r micro-batches, into the time in which 1F1B would be idle. */
-static void dt__generate(dt_schedule *s) {
+static void dt__generate_in_order(dt_schedule *s) {
     int split = s->desc.kind == DT_SCHEDULE_ZB, all = s->desc.micros * s->desc.chunks;
     for (int r = 0; r < s->desc.ranks; r++) {
         int warmup = dt__warmup(s, r) < all ? dt__warmup(s, r) : all, delay = split ? r : 0;
@@ -3220,6 +3268,118 @@ static void dt__generate(dt_schedule *s) {
             if (k < all) dt__add_kth(s, r, k, split ? DT_BACKWARD_INPUT : DT_BACKWARD);
             if (split && k >= delay) dt__add_kth(s, r, k - delay, DT_BACKWARD_WEIGHT);
         }
+    }
+}
+
+/* ---- the generators of schedules in a V ---- */
+
+/* In a V rank r has stage r and stage 2 p - 1 - r: a micro-batch runs down the ranks and up again.
+
+       stages     0  1  2  3 |            rank 0 has the first and the last stage: it computes the
+       ranks      0  1  2  3 |            loss of a micro-batch soon after the rank's chunk 0, so
+       stages     7  6  5  4 v            all ranks hold as many activations
+
+   The first micro-batch's gradient reaches a rank's chunk 1 before its chunk 0, so the fill and the
+   drain of the pipeline have work for both directions. State of the generator of one rank: next[c]
+   is the next micro-batch of each role of chunk c. */
+typedef struct dt__v_rank {
+    dt_schedule *s;
+    int rank, next[2][DT__ROLES];
+} dt__v_rank;
+
+/* Adds the chunk's next action of a phase. A generator that needs more micro-batches than there
+   are runs as if there were more; their actions are left out, and the others keep their order. */
+static void dt__v_add(dt__v_rank *v, int chunk, dt_phase phase) {
+    int micro = v->next[chunk][dt__role(phase)]++;
+    v->next[chunk][DT__ROLE_W] += phase == DT_BACKWARD;
+    if (micro < v->s->desc.micros) dt_schedule_add(v->s, v->rank, phase, micro, chunk);
+}
+
+/* Adds I and, at once, W. */
+static void dt__v_add_halves(dt__v_rank *v, int chunk) {
+    dt__v_add(v, chunk, DT_BACKWARD_INPUT);
+    dt__v_add(v, chunk, DT_BACKWARD_WEIGHT);
+}
+
+/* ZB-V (arXiv:2405.15362, section 3.2): as much memory as 1F1B, and no bubble if F, I and W take
+   the same time and m >= 2 p - 1. Only the drain delays W. */
+static void dt__generate_zbv(dt__v_rank *v) {
+    int p = v->s->desc.ranks, r = v->rank, *f0 = &v->next[0][DT__ROLE_F], *i = v->next[1];
+    int m = v->s->desc.micros < 2 * p - 1 ? 2 * p - 1 : v->s->desc.micros;
+    for (int k = 0; k < 2 * (p - r) - 1; k++) dt__v_add(v, 0, DT_FORWARD);
+    for (int k = 0; k < r; k++) {
+        dt__v_add(v, 1, DT_FORWARD);
+        dt__v_add(v, 0, DT_FORWARD);
+    }
+    for (int k = 0; k < p - r; k++) {
+        dt__v_add(v, 1, DT_FORWARD);
+        dt__v_add_halves(v, 1);
+    }
+    while (i[DT__ROLE_F] < *f0 || *f0 < m) {
+        if (*f0 < m) dt__v_add(v, 0, DT_FORWARD);
+        dt__v_add_halves(v, 0);
+        dt__v_add(v, 1, DT_FORWARD);
+        dt__v_add_halves(v, 1);
+    }
+    for (int k = 0; k < r; k++) {
+        dt__v_add(v, 0, DT_BACKWARD_INPUT);
+        dt__v_add(v, 1, DT_BACKWARD_INPUT);
+    }
+    for (int k = 0; k < p - r; k++) dt__v_add_halves(v, 0);
+    for (int chunk = 1; chunk >= 0; chunk--)
+        while (v->next[chunk][DT__ROLE_W] < v->next[chunk][DT__ROLE_B])
+            dt__v_add(v, chunk, DT_BACKWARD_WEIGHT);
+}
+
+/* DualPipe-V: DeepSeek's DualPipe runs two pipelines in opposite directions, with two copies of the
+   weights; its half is a V without copies. In the steady part a forward of one chunk and a backward
+   of the other form a pair, whose computation and communication can overlap. Here the pair's two
+   actions follow each other. */
+static void dt__generate_dualpipe_v(dt__v_rank *v) {
+    int p = v->s->desc.ranks, r = v->rank, w = 0;
+    int m = v->s->desc.micros < 2 * p ? 2 * p : v->s->desc.micros;
+    for (int k = 0; k < 2 * (p - r - 1); k++) dt__v_add(v, 0, DT_FORWARD);
+    for (int k = 0; k < 2 * (r + 1); k++) dt__v_add(v, k % 2, DT_FORWARD);
+    for (int k = 0; k < p - r - 1; k++) {
+        dt__v_add_halves(v, 1);
+        dt__v_add(v, 1, DT_FORWARD);
+    }
+    for (int k = 0; k < 2 * (m - 2 * p + r + 1); k++) {
+        dt__v_add(v, k % 2, DT_FORWARD);
+        dt__v_add(v, 1 - k % 2, DT_BACKWARD);
+    }
+    for (int k = 0; k < p - r - 1; k++) {
+        dt__v_add(v, 1, DT_BACKWARD);
+        dt__v_add(v, 1, DT_FORWARD);
+        dt__v_add(v, 0, DT_BACKWARD);
+    }
+    /* the first half of these r + 1 pairs runs whole backwards, the second half only I; the W
+       follow in the order of the I */
+    for (int k = 0; k < 2 * (r + 1); k++) {
+        dt__v_add(v, 1 - k % 2, k > r ? DT_BACKWARD_INPUT : DT_BACKWARD);
+    }
+    for (int k = 0; k < p - r - 1; k++) {
+        dt__v_add(v, w <= r ? (w + r) % 2 : 0, DT_BACKWARD_WEIGHT), w++;
+        dt__v_add(v, 0, DT_BACKWARD_INPUT);
+    }
+    for (; w < p; w++) dt__v_add(v, w <= r ? (w + r) % 2 : 0, DT_BACKWARD_WEIGHT);
+}
+
+static int dt__is_v(const dt_schedule_desc *d) {
+    return !d->generate && (d->kind == DT_SCHEDULE_ZBV || d->kind == DT_SCHEDULE_DUALPIPE_V);
+}
+
+static void dt__generate(dt_schedule *s) {
+    if (!dt__is_v(&s->desc)) {
+        dt__generate_in_order(s);
+        return;
+    }
+    for (int r = 0; r < s->desc.ranks; r++) {
+        dt__v_rank v = { .s = s, .rank = r };
+        if (s->desc.kind == DT_SCHEDULE_ZBV)
+            dt__generate_zbv(&v);
+        else
+            dt__generate_dualpipe_v(&v);
     }
 }
 
@@ -3305,6 +3465,7 @@ static void dt__lower_messages(dt_schedule *s) {
     for (int i = 0; i < s->total; i++) {
         dt_action *a = &s->actions[i];
         int role = dt__role(a->phase);
+        s->splits |= role == DT__ROLE_W;
         a->stage = dt_schedule_stage_of(s, a->rank, a->chunk);
         int previous_rank = dt_schedule_rank_of(s, a->stage - 1),
             next_rank = dt_schedule_rank_of(s, a->stage + 1);
@@ -3427,7 +3588,9 @@ static dt__text dt__action_text(const dt_schedule *s, dt_phase phase, int micro,
 
 static dt__text dt__action_text_at(const dt_schedule *s, int at) {
     const dt_action *a = &s->actions[at];
-    return dt__action_text(s, a->phase, a->micro, a->chunk);
+    dt__text text = dt__action_text(s, a->phase, a->micro, a->chunk);
+    if (a->line) dt__put(&text, " (line %d)", a->line);
+    return text;
 }
 
 /* Checks that each computation occurs once. */
@@ -3541,7 +3704,7 @@ dt_status dt_schedule_check(
 void dt_schedule_free(dt_schedule *s) { dt__object_free(s ? &s->object : NULL); }
 
 static const char *const dt__schedule_kinds[DT_SCHEDULES] = { "naive", "AFAB", "1F1B",
-    "interleaved", "zero-bubble" };
+    "interleaved", "zero-bubble", "ZB-V", "DualPipe-V" };
 
 /* Returns 1 if m micro-batches for p ranks can be split into groups of g. A last, smaller group
    must also have at least p micro-batches, so that it fills all ranks; with m < p the only group is
@@ -3559,16 +3722,17 @@ static dt_status dt__schedule_resolve(dt_ctx *ctx, dt_schedule_desc *d) {
         return dt_fail(
             ctx, DT_ERR_ARG, "dt_schedule_make: there is no kind %d of schedule", d->kind);
     if (!d->name) d->name = d->generate ? "custom schedule" : dt__schedule_kinds[d->kind];
-    if (d->chunks == 0) d->chunks = interleaved ? 2 : 1;
+    if (d->chunks == 0) d->chunks = interleaved || dt__is_v(d) ? 2 : 1;
     if (d->ranks < 1 || d->micros < 1 || d->chunks < 1 || (int64_t)d->ranks * d->chunks > limit ||
         (int64_t)d->ranks * d->chunks * d->micros > limit)
         return dt_fail(ctx, DT_ERR_ARG,
             "dt_schedule_make: %d micro-batches through %d chunks of each of %d ranks; use "
             "at least 1 of each, and no more than %lld in all",
             d->micros, d->chunks, d->ranks, (long long)limit);
-    if (!interleaved && !d->generate && d->chunks > 1)
+    if (!interleaved && !d->generate && d->chunks != (dt__is_v(d) ? 2 : 1))
         return dt_fail(ctx, DT_ERR_ARG,
-            "dt_schedule_make(%s): %d chunks; only interleaved has several",
+            dt__is_v(d) ? "dt_schedule_make(%s): %d chunks; each rank has 2, the sides of the V"
+                        : "dt_schedule_make(%s): %d chunks; only interleaved has several",
             dt__schedule_kinds[d->kind], d->chunks);
     if (d->extra_slots < 0)
         return dt_fail(ctx, DT_ERR_ARG, "dt_schedule_make: %d extra slots", d->extra_slots);
@@ -3593,8 +3757,10 @@ static dt_status dt__map_stages(dt_schedule *s) {
     for (int i = 0; i < s->stages; i++) s->chunk_of_stage[i] = -1;
     for (int i = 0; i < s->stages; i++) {
         int r = i / s->desc.chunks, chunk = i % s->desc.chunks;
-        int stage =
-            s->desc.stage_of ? s->desc.stage_of(r, chunk, s->desc.user) : chunk * s->desc.ranks + r;
+        int stage = s->desc.stage_of      ? s->desc.stage_of(r, chunk, s->desc.user)
+                    : !dt__is_v(&s->desc) ? chunk * s->desc.ranks + r
+                    : chunk               ? s->stages - 1 - r
+                                          : r;
         if (stage < 0 || stage >= s->stages)
             return dt_fail(ctx, DT_ERR_ARG,
                 "dt_schedule_make(%s): chunk %d of rank %d is stage %d of %d", s->name, chunk, r,
@@ -3967,6 +4133,234 @@ dt_status dt_schedule_svg(dt_ctx *ctx, const char *path, const dt_timeline *line
     return dt_error(ctx);
 }
 
+/* ---- schedules as text ---- */
+
+enum { DT__SCHEDULE_COLUMNS = 88 }; /* a line of dt_schedule_write ends after this column */
+
+static void DT_PRINTF(2, 3) dt__lines_put(dt_json_out *out, const char *fmt, ...) {
+    char text[200];
+    size_t used = 0;
+    va_list args;
+    va_start(args, fmt);
+    dt__append_list(text, sizeof text, &used, fmt, args);
+    va_end(args);
+    dt__json_write(out, text, used);
+}
+
+dt_status dt_schedule_write(dt_ctx *ctx, const char *path, const dt_schedule *s) {
+    dt_json_out out = { .ctx = ctx };
+    if (dt_error(ctx) != DT_OK) return dt_error(ctx);
+    if (!path || !s)
+        return dt_fail(ctx, DT_ERR_ARG, "dt_schedule_write: %s", path ? "no schedule" : "no path");
+    dt__lines_put(&out, "ranks %d, chunks %d, micros %d    # %s\n", s->desc.ranks, s->desc.chunks,
+        s->desc.micros, s->name);
+    for (int r = 0; r < s->desc.ranks; r++) {
+        dt__lines_put(&out, "rank %d: stages", r);
+        for (int c = 0; c < s->desc.chunks; c++)
+            dt__lines_put(&out, " %d", dt_schedule_stage_of(s, r, c));
+        dt__lines_put(&out, "\n");
+    }
+    for (int r = 0; r < s->desc.ranks; r++) {
+        const dt_action *a = dt_schedule_actions(s, r), *end = a + dt_schedule_count(s, r);
+        while (a < end) {
+            size_t begin = out.used;
+            dt__lines_put(&out, "rank %d:", r);
+            for (;
+                 a < end && dt_error(ctx) == DT_OK && out.used - begin < DT__SCHEDULE_COLUMNS - 24;
+                 a++)
+                dt__lines_put(&out, " %s", dt__action_text(s, a->phase, a->micro, a->chunk).s);
+            dt__lines_put(&out, "\n");
+            if (dt_error(ctx) != DT_OK) break;
+        }
+    }
+    if (dt_error(ctx) == DT_OK) dt_file_write(ctx, path, out.text, out.used);
+    dt_json_out_free(&out);
+    return dt_error(ctx);
+}
+
+/* The reader of a schedule's text. */
+typedef struct dt__schedule_reader {
+    dt_ctx *ctx;
+    const char *path, *at; /* the next byte */
+    int line;
+    int *stage;   /* (ranks,chunks) from the lines "stages"; -1: not given */
+    int n_stages; /* number of stages that were given */
+    dt_schedule_desc desc;
+} dt__schedule_reader;
+
+/* Matches the next bytes with a pattern, in which a blank stands for any number of blanks and %
+   for a number, which is stored. Returns 1 and goes on behind the match; 0 if there is none. */
+static int dt__scan(dt__schedule_reader *x, const char *pattern, int *numbers) {
+    const char *at = x->at;
+    for (; *pattern; pattern++) {
+        if (*pattern == ' ') {
+            while (*at == ' ' || *at == '\t' || *at == '\r') at++;
+        } else if (*pattern == '%') {
+            int digits = 0, number = 0;
+            for (; *at >= '0' && *at <= '9' && digits < 9; at++, digits++)
+                number = 10 * number + (*at - '0');
+            if (digits == 0 || (*at >= '0' && *at <= '9')) return 0;
+            *numbers++ = number;
+        } else if (*at++ != *pattern) {
+            return 0;
+        }
+    }
+    x->at = at;
+    return 1;
+}
+
+static int dt__line_ends(const dt__schedule_reader *x) {
+    return *x->at == 0 || *x->at == '\n' || *x->at == '#';
+}
+
+static dt_status DT_PRINTF(2, 3) dt__read_fail(const dt__schedule_reader *x, const char *fmt, ...) {
+    char text[300];
+    size_t used = 0;
+    va_list args;
+    va_start(args, fmt);
+    dt__append_list(text, sizeof text, &used, fmt, args);
+    va_end(args);
+    return dt_fail(x->ctx, DT_ERR_ARG, "%s:%d: %s", x->path, x->line, text);
+}
+
+/* Fails at a text that is no part of a schedule. */
+static dt_status dt__read_unknown(const dt__schedule_reader *x, const char *wanted) {
+    int n = (int)strcspn(x->at, "\r\n#");
+    return dt__read_fail(
+        x, "%s is needed, not '%.*s%s'", wanted, n < 40 ? n : 40, x->at, n > 40 ? ".." : "");
+}
+
+/* Reads the first line, and compares its numbers with those of the caller's desc. */
+static dt_status dt__read_sizes(dt__schedule_reader *x) {
+    static const char *const names[] = { "ranks", "chunks", "micro-batches" };
+    int n[3], *wanted[] = { &x->desc.ranks, &x->desc.chunks, &x->desc.micros };
+    if (!dt__scan(x, " ranks % , chunks % , micros % ", n) || !dt__line_ends(x))
+        return dt__read_unknown(x, "'ranks P, chunks V, micros M'");
+    for (int i = 0; i < 3; i++) {
+        if (*wanted[i] && *wanted[i] != n[i])
+            return dt__read_fail(
+                x, "a schedule of %d %s, but %d are needed", n[i], names[i], *wanted[i]);
+        if (n[i] < 1 || n[i] > 1 << 20)
+            return dt__read_fail(x, "%d %s; use 1 to %d", n[i], names[i], 1 << 20);
+        *wanted[i] = n[i];
+    }
+    if ((int64_t)n[0] * n[1] > 1 << 20)
+        return dt__read_fail(x, "%d x %d stages; use no more than %d", n[0], n[1], 1 << 20);
+    size_t bytes = (size_t)n[0] * (size_t)n[1] * sizeof *x->stage;
+    x->stage = (int *)dt_alloc(x->ctx, DT_MEM_HOST, bytes, "a schedule's stages");
+    if (x->stage) memset(x->stage, 0xff, bytes);
+    return dt_error(x->ctx);
+}
+
+/* Reads the stages of a rank's chunks. */
+static dt_status dt__read_stages(dt__schedule_reader *x, int rank) {
+    for (int chunk = 0; chunk < x->desc.chunks; chunk++) {
+        int *stage = &x->stage[rank * x->desc.chunks + chunk];
+        if (*stage >= 0) return dt__read_fail(x, "rank %d has its stages already", rank);
+        if (!dt__scan(x, " % ", stage)) return dt__read_unknown(x, "a stage for each chunk");
+        x->n_stages++;
+    }
+    return dt__line_ends(x) ? DT_OK : dt__read_unknown(x, "the end of the line");
+}
+
+/* Reads the actions of a line. If s is NULL, only skips them. */
+static dt_status dt__read_actions(dt__schedule_reader *x, dt_schedule *s, int rank) {
+    while (s && !dt__line_ends(x)) {
+        const char *phases = "FBIW", *phase = strchr(phases, *x->at), *begin = x->at;
+        int n[2] = { 0, 0 };
+        x->at++;
+        if (!phase ||
+            !(dt__scan(x, " ( micro % , chunk % ) ", n) || dt__scan(x, " ( micro % ) ", n))) {
+            x->at = begin;
+            return dt__read_unknown(x, "F, B, I or W(micro j, chunk c)");
+        }
+        if (n[0] >= x->desc.micros || n[1] >= x->desc.chunks)
+            return dt__read_fail(x,
+                "rank %d: %c(micro %d, chunk %d): there are %d micro-batches "
+                "and %d chunks, counted from 0",
+                rank, *phase, n[0], n[1], x->desc.micros, x->desc.chunks);
+        s->line = x->line;
+        if (dt_schedule_add(s, rank, (dt_phase)(DT_FORWARD + (phase - phases)), n[0], n[1]) !=
+            DT_OK)
+            return dt_error(x->ctx);
+    }
+    x->at += strcspn(x->at, "\n");
+    return DT_OK;
+}
+
+/* Reads the lines behind the first: the stages if s is NULL, else the actions. */
+static dt_status dt__read_lines(dt__schedule_reader *x, dt_schedule *s) {
+    for (; *x->at; x->line++) {
+        int rank, stages;
+        dt__scan(x, " ", NULL);
+        if (!dt__line_ends(x)) {
+            if (!dt__scan(x, "rank % : ", &rank)) return dt__read_unknown(x, "'rank R:'");
+            if (rank >= x->desc.ranks)
+                return dt__read_fail(x, "rank %d of %d, counted from 0", rank, x->desc.ranks);
+            stages = dt__scan(x, "stages ", NULL);
+            if ((stages && !s ? dt__read_stages(x, rank)
+                              : dt__read_actions(x, stages ? NULL : s, rank)) != DT_OK)
+                return dt_error(x->ctx);
+        }
+        x->at += strcspn(x->at, "\n");
+        x->at += *x->at == '\n';
+    }
+    return DT_OK;
+}
+
+static int dt__read_stage_of(int rank, int chunk, void *user) {
+    const dt__schedule_reader *x = (const dt__schedule_reader *)user;
+    return x->stage[rank * x->desc.chunks + chunk];
+}
+
+static void dt__read_generate(dt_schedule *s, void *user) {
+    dt__schedule_reader x = *(dt__schedule_reader *)user;
+    dt__read_lines(&x, s);
+    s->line = 0;
+}
+
+dt_schedule *dt_schedule_read(dt_ctx *ctx, const char *path, dt_schedule_desc desc) {
+    size_t bytes = 0;
+    char why[400];
+    if (dt_error(ctx) != DT_OK) return NULL;
+    if (!path) {
+        dt_fail(ctx, DT_ERR_ARG, "dt_schedule_read: no path");
+        return NULL;
+    }
+    char *text = dt_file_read(ctx, path, (size_t)1 << 28, &bytes);
+    if (!text) return NULL;
+    dt__schedule_reader x = { .ctx = ctx, .path = path, .at = text, .line = 1, .desc = desc };
+    dt_schedule *s = NULL;
+    for (; dt__scan(&x, " ", NULL) && dt__line_ends(&x) && *x.at; x.line++) {
+        x.at += strcspn(x.at, "\n");
+        x.at += *x.at == '\n';
+    }
+    if (strlen(text) != bytes) dt__read_fail(&x, "the file has a NUL");
+    if (dt_error(ctx) == DT_OK && dt__read_sizes(&x) == DT_OK) {
+        dt__schedule_reader lines = x; /* the generator reads the same lines again */
+        const char *slash = strrchr(path, '/');
+        dt__read_lines(&x, NULL);
+        lines.stage = x.stage;
+        lines.desc.name = slash ? slash + 1 : path;
+        lines.desc.generate = dt__read_generate;
+        lines.desc.stage_of = x.n_stages ? dt__read_stage_of : NULL;
+        lines.desc.user = &lines;
+        lines.desc.unchecked = 1; /* checked here, so that an error names the file */
+        if (dt_error(ctx) == DT_OK) s = dt_schedule_make(ctx, lines.desc);
+        if (s) s->desc.user = NULL;
+        if (s) s->desc.unchecked = desc.unchecked;
+    }
+    if (s && !desc.unchecked && dt_schedule_check(s, NULL, why, sizeof why) != DT_OK) {
+        dt_fail(ctx, DT_ERR_ARG, "%s: %s", path, why);
+        dt_schedule_free(s);
+        s = NULL;
+    }
+    dt_free(
+        ctx, DT_MEM_HOST, x.stage, (size_t)x.desc.ranks * (size_t)x.desc.chunks * sizeof *x.stage);
+    dt_free(ctx, DT_MEM_HOST, text, bytes + 1);
+    return s;
+}
+
 // ==== 19. Pipeline parallelism: code ============================================================
 
 /* The executor. Each slot has its own tape and holds one micro-batch of a stage. An action runs in
@@ -4182,9 +4576,9 @@ static dt_status dt__pipe_check_output(dt__pipe *p, const dt_action *a, const dt
 static dt_status dt__pipe_forward(dt__pipe *p, const dt_action *a, dt__pipe_slot *slot) {
     dt__pipe_call call = { p, a };
     slot->backward_pending = 1;
-    if (!p->desc.forward_micros)
-        p->ctx->root->split =
-            *dt__action_index(p->desc.schedule, a->stage, a->micro, DT__ROLE_W) >= 0;
+    /* in a schedule that splits some backwards, all micro-batches store their tensors in the same
+       way, because memory of one kind cannot serve the other */
+    if (!p->desc.forward_micros) p->ctx->root->split = p->desc.schedule->splits;
     slot->y = dt_block(p->ctx, dt__pipe_stage, slot->x, &call);
     return slot->y ? dt__pipe_check_output(p, a, slot->y) : dt_error(p->ctx);
 }

@@ -1426,6 +1426,10 @@ typedef struct dt_param_desc {
        quantises what it reads from a float tensor. A group that shards the last dimension must
        divide its blocks */
     dt_quant quant;
+    /* 1: other pipeline stages of this rank may use the parameter, too (tied embeddings, if a rank
+       has the first and the last stage). The step's gradient is complete with the last backward of
+       the parameter's own stage, so the other stages' backwards must come before it */
+    int shared_stages;
 } dt_param_desc;
 
 /* Local slice: the part of a full logical tensor that a rank holds. If the group's size does not
@@ -5141,10 +5145,13 @@ static void dt__add_fingerprint(dt_ctx *ctx, const char *name, dt_tensor *const 
 }
 
 /* Counts one use of a parameter in this micro-batch. Returns 0 on failure. No parameter can be
-   added any more, because the parameters have their storage, so n_params is final. */
+   added any more, because the parameters have their storage, so n_params is final. A use by another
+   stage (dt_param_desc.shared_stages) is not counted: its gradient stays in the bucket's
+   micro_grad, and the next backward of the parameter's own stage completes it. */
 static int dt__count_use(dt_ctx *ctx, const dt_tensor *t) {
     const dt_param_info *p = t->param;
     int **pending_uses = &ctx->root->pending_uses;
+    if (p->stage != ctx->root->stage && p->desc.shared_stages) return 1;
     if (p->stage != ctx->root->stage)
         return dt_fail(ctx, DT_ERR_ARG,
                    "%s belongs to stage %d and is used on a tape of "
@@ -6442,7 +6449,7 @@ dt_tensor *dt_require_grad(dt_tensor *t) {
 static void dt__node_uses_done(dt_ctx *ctx, const dt_node *n) {
     for (int i = 0; i < n->n_in; i++) {
         const dt_tensor *t = n->in[i] ? dt__owner(n->in[i]) : NULL;
-        if (!t || !t->param || !t->needs_grad) continue;
+        if (!t || !t->param || !t->needs_grad || t->param->stage != ctx->root->stage) continue;
         dt_bucket *bucket = t->param->bucket;
         if (--ctx->root->pending_uses[t->param->index] == 0 && --bucket->pending_params == 0)
             dt__grad_complete(ctx, bucket);
@@ -10933,6 +10940,7 @@ struct dt_weights {
     /* dt_weights_save writes only share `share` of `shares`, because other ranks hold the same
        elements and write the other shares; 0 shares: all elements */
     int share, shares;
+    int fewer_rows; /* 1: dt_weights_load may load only the first rows of a parameter */
 };
 
 // ---- Handles
@@ -11762,7 +11770,7 @@ static dt_status dt__weights_copy_parts(
             return ctx->status;
         r.at += r.rows;
     }
-    return r.at == dt_count(p->full) / r.columns
+    return r.at == dt_count(p->full) / r.columns || (w->fewer_rows && !w->writing)
                ? DT_OK
                : dt_fail(ctx, DT_ERR_ARG, "%s(%s): the parts are %lld of %lld rows", func,
                      param->name, (long long)r.at, (long long)(dt_count(p->full) / r.columns));

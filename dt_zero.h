@@ -482,7 +482,13 @@ typedef struct dt_weight_map {
     int n;                  /* 1 or 2; in an export -1: the file does not have the parameter */
     int64_t columns;        /* 0 means the parameter's last dimension */
     dt_shape shape;         /* full shape of each of the file's tensors */
+    /* 0, or g > 1: the n parts repeat g times, for example for g experts; in their names '*' stands
+       for the number of the repetition, from 0 */
+    int groups;
 } dt_weight_map;
+/* [local] Returns the number of parts of a map, n or n * groups. If it is more than i >= 0, sets
+   *part to part i, whose name is written to `name` (128 bytes). */
+DT_API int dt_weight_map_part(const dt_weight_map *map, int i, char *name, dt_weight_part *part);
 
 typedef struct dt_checkpoint_desc {
     /* folder for checkpoints, created if missing. NULL: this job only loads */
@@ -502,6 +508,14 @@ typedef struct dt_checkpoint_desc {
     /* rank 0 calls this function during a save; `done` is the fraction that is written, 0 to 1. May
        be NULL */
     void (*progress)(double done, void *user);
+    /* 1: dt_checkpoint_load also accepts a checkpoint of another dtype. Parameters are rounded to
+       the nearest value of their type, from the checkpoint's master weights if it has them; master
+       weights that it lacks begin from the rounded parameters; optimizer state is rounded, too */
+    int convert_dtype;
+    /* NULL, or the name of a parameter that may have more rows (dimension 0) than in the
+       checkpoint, for example a table of positions: the other rows keep their initial values, and
+       their optimizer state begins at 0 */
+    const char *grows;
     void *user;
 } dt_checkpoint_desc;
 
@@ -533,8 +547,9 @@ DT_API int dt_checkpoint_poll(dt_checkpoint *checkpoint);
    the checkpoint may be intact. Returns the step. Returns 0 if the loaded checkpoint is of step 0
    (dt_checkpoint_path then returns the checkpoint's folder), or if there is no checkpoint. Returns
    -1 on failure, if no checkpoint is intact, if the checkpoint has a newer format, or if it was
-   saved with another model, optimizer, type or seed. The error arrays of 1-bit Adam can be loaded
-   only in the layout that saved them; in another layout they start at zero, with a notice. */
+   saved with another model, optimizer, type (see convert_dtype) or seed. The error arrays of 1-bit
+   Adam can be loaded only in the layout that saved them; in another layout they start at zero, with
+   a notice. */
 DT_API int64_t dt_checkpoint_load(dt_checkpoint *checkpoint, const char *from);
 /* [local] Writes the name of the newest checkpoint in the folder `dir`, for example "step-200", to
    `name`, or "" if the folder has no checkpoint. `bytes` is the size of `name`. Only
@@ -2331,8 +2346,11 @@ static dt_status dt__zero_prefetch(dt_zero *zero, const dt__gather_plan *plan, i
 static void dt__zero_on_gather(dt_ctx *ctx, dt_bucket *bucket, void *user) {
     dt_zero *zero = (dt_zero *)user;
     dt__zero_bucket *z = (dt__zero_bucket *)bucket;
+    /* the stage of the tape, which differs from the bucket's for a parameter of several stages */
+    int stage = bucket->stage;
+    if (ctx->root && ctx->root->stage < zero->n_stages) stage = ctx->root->stage;
     dt__gather_plan *plan =
-        &zero->gather_plans[DT__GATHER_PLANS * bucket->stage + (int)zero->current_phase];
+        &zero->gather_plans[DT__GATHER_PLANS * stage + (int)zero->current_phase];
     z->holder_block = ctx->entered_block ? ctx->entered_block->index : 0;
     if (!ctx->outside_op && !dt__gather_plan_record(zero, plan, bucket->index, z->holder_block))
         return;
@@ -5690,12 +5708,15 @@ static dt_status dt__list_param(const dt_checkpoint *c, dt_json_out *o, const dt
     dt_weight_map p;
     if (dt__ckpt_map_weight(c, t, &p) != DT_OK) return dt_error(c->ctx);
     if (p.n == 0) dt__list_add(o, DT__MODEL, t->name, t->dtype, t->param->full);
-    for (int i = 0; i < p.n; i++) dt__list_add(o, DT__MODEL, p.name[i], t->dtype, p.shape);
+    char name[128];
+    dt_weight_part part;
+    for (int i = 0; i < dt_weight_map_part(&p, i, name, &part); i++)
+        dt__list_add(o, DT__MODEL, name, t->dtype, p.shape);
     for (int a = 0; a <= DT__EMA && !c->export_desc; a++) {
-        char *name =
+        char *state =
             dt__zero_has_array(c->zero, bucket, a) ? dt__state_name(c->ctx, a, t->name) : NULL;
-        if (name) dt__list_add(o, DT__OPTIM, name, bucket->grad_dtype, t->param->full);
-        dt__string_free(c->ctx, name);
+        if (state) dt__list_add(o, DT__OPTIM, state, bucket->grad_dtype, t->param->full);
+        dt__string_free(c->ctx, state);
     }
     return dt_error(c->ctx);
 }
@@ -5878,6 +5899,61 @@ static void dt__ckpt_sink(
         dt__writer_write(&f->writer, f->path[file->file], f->fd[file->file], data, bytes, offset);
 }
 
+int dt_weight_map_part(const dt_weight_map *map, int i, char *name, dt_weight_part *part) {
+    int parts = map->groups > 1 ? map->n * map->groups : map->n;
+    if (i >= parts) return parts;
+    const char *from = map->name[i % map->n], *star = strchr(from, '*');
+    *part = map->part[i % map->n];
+    if (map->groups > 1 && star)
+        snprintf(name, 128, "%.*s%d%s", (int)(star - from), from, i / map->n, star + 1);
+    else
+        snprintf(name, 128, "%s", from);
+    part->name = name;
+    return parts;
+}
+
+/* Saves or loads all parts of a parameter. */
+static dt_status dt__params_copy(dt_weights *w, dt_tensor *t, const dt_weight_map *p) {
+    enum { NAME = 128 };
+    if (p->groups < 2)
+        return dt__weights_copy_param(w, w->writing, t, p->columns, p->part, p->n ? p->n : 1);
+    int n = p->groups * p->n;
+    size_t bytes = (size_t)n * (sizeof(dt_weight_part) + NAME);
+    dt_weight_part *part = (dt_weight_part *)dt_alloc(t->ctx, DT_MEM_HOST, bytes, "parts");
+    for (int i = 0; part && i < n; i++)
+        dt_weight_map_part(p, i, (char *)(part + n) + i * NAME, &part[i]);
+    if (part) dt__weights_copy_param(w, w->writing, t, p->columns, part, n);
+    dt_free(t->ctx, DT_MEM_HOST, part, bytes);
+    return dt_error(t->ctx);
+}
+
+/* When a parameter is loaded that may have more rows than in the file (desc.grows): sets p to the
+   file's number of rows and returns 1 if the file has fewer. */
+static int dt__load_grows(
+    const dt_checkpoint *c, const dt_weights *w, dt_weight_map *p, const dt_tensor *t) {
+    if (w->writing || !c->desc.grows || strcmp(c->desc.grows, t->name) != 0) return 0;
+    const dt_weight *there = dt_weights_get(w, dt_weights_find(w, p->part[0].name));
+    if (!there || there->count >= dt_count(t->param->full)) return 0;
+    p->part[0].rows = there->shape.d[0];
+    p->part[0].file_rows = 0;
+    return 1;
+}
+
+/* Fills `host` with the values that elements [from, to) of a state array have where the file has
+   none: 0, or for master weights the parameters. */
+static dt_status dt__state_initial(
+    dt_checkpoint *c, dt__zero_bucket *z, int array, size_t from, size_t to, char *host) {
+    size_t size = dt__zero_element_size(z), narrow = dt_dtype_size(z->bucket.dtype), n = to - from;
+    memset(host, 0, n * size); /* padding is 0 */
+    if (array != DT__MASTER || !(c->desc.convert_dtype || c->desc.grows)) return DT_OK;
+    char *values = (char *)dt_alloc(c->ctx, DT_MEM_HOST, n * narrow, "loading");
+    if (values && dt__array_access(c->zero, z, DT__PARAMS, 0,
+                      (from - z->bucket.shard_offset) * narrow, values, n * narrow) == DT_OK)
+        dt__convert(z->bucket.grad_dtype, host, z->bucket.dtype, values, (int64_t)n);
+    dt_free(c->ctx, DT_MEM_HOST, values, n * narrow);
+    return dt_error(c->ctx);
+}
+
 /* Resharding. Saves or loads a bucket's parameters, as w is open for writing or for reading. Each
    rank reads its own local slices. All ranks of the data group hold the parameters (at stage 3
    after a gather), so each of them writes a fraction. */
@@ -5892,13 +5968,19 @@ static dt_status dt__params_transfer(dt_checkpoint *c, dt_weights *w, dt__zero_b
     for (int i = bucket->first_param; i < bucket->first_param + bucket->n_params; i++) {
         dt_tensor *t = dt_param_get(ctx, i);
         dt_weight_map p;
-        if (dt__ckpt_map_weight(c, t, &p) == DT_OK && p.n < 0) continue;
-        if (dt_error(ctx) != DT_OK ||
-            dt__weights_copy_param(w, w->writing, t, p.columns, p.part, p.n ? p.n : 1) != DT_OK)
-            return dt_error(ctx);
+        if (dt__ckpt_map_weight(c, t, &p) != DT_OK) return dt_error(ctx);
+        if (p.n < 0) continue;
+        w->fewer_rows = dt__load_grows(c, w, &p, t);
+        if (dt__params_copy(w, t, &p) != DT_OK) return dt_error(ctx);
     }
     dt__bucket_release(ctx, bucket, 0, gathered);
     return dt_error(ctx);
+}
+
+/* Returns the number of elements of a tensor in the file, but at most those of `full`. */
+static int64_t dt__weights_stored(const dt_weights *w, int index, dt_shape full) {
+    const dt_weight *there = dt_weights_get(w, index);
+    return there && there->count < dt_count(full) ? there->count : dt_count(full);
 }
 
 /* Transfers elements [from, to) of a bucket's state array between `host` and the file. Each
@@ -5917,11 +5999,16 @@ static dt_status dt__state_range_transfer(dt_checkpoint *c, dt_weights *w, const
         int index = dt_weights_find(w, name);
         dt__slice_walk walk = dt__slice_begin(p->full, p->slice);
         dt__string_free(c->ctx, name);
+        if (index < 0 && array == DT__MASTER && c->desc.convert_dtype && !w->writing) continue;
+        /* a checkpoint with fewer rows (desc.grows) has the first elements */
+        int64_t stored = w->writing ? dt_count(p->full) : dt__weights_stored(w, index, p->full);
         while (dt__slice_next(&walk)) {
             size_t at = p->offset + (size_t)walk.local, begin = at > lo ? at : lo;
             size_t end = at + (size_t)walk.count < hi ? at + (size_t)walk.count : hi;
             if (begin >= end) continue;
             int64_t first = walk.global + (int64_t)(begin - at), n = (int64_t)(end - begin);
+            if (first + n > stored) n = stored - first;
+            if (n <= 0) continue;
             if (dt__weights_access(w, w->writing, index, first, n, bucket->grad_dtype,
                     host + (begin - from) * size) != DT_OK)
                 return dt_error(c->ctx);
@@ -5947,8 +6034,8 @@ static dt_status dt__state_transfer(
             to = at + bytes / size;
             if (w->writing)
                 dt__array_access(zero, z, a, 0, here, host, bytes);
-            else
-                memset(host, 0, bytes); /* padding is 0 */
+            else if (dt__state_initial(c, z, a, at, to, host) != DT_OK)
+                return dt_error(c->ctx);
             if (dt__state_range_transfer(c, w, &z->bucket, a, at, to, host) == DT_OK && !w->writing)
                 dt__array_access(zero, z, a, 1, here, host, bytes);
             if (dt_error(c->ctx) != DT_OK) return dt_error(c->ctx);
@@ -6936,6 +7023,49 @@ static int dt__is_onebit_error(int file, const char *name) {
            (name[5] == '0' || name[5] == '1') && name[6] == '.';
 }
 
+/* Returns 1 if desc.convert_dtype and desc.grows allow a tensor to be loaded from `there`. */
+static int dt__load_converts(const dt_checkpoint *c, const dt_weight *t, const dt_weight *there) {
+    const char *grows = c->desc.grows ? c->desc.grows : "";
+    size_t n = strlen(t->name), end = strlen(grows);
+    int may_grow = end > 0 && n >= end && strcmp(t->name + n - end, grows) == 0;
+    if (there->dtype != t->dtype && (!c->desc.convert_dtype || dt__integer(there->dtype))) return 0;
+    if (there->shape.nd != t->shape.nd) return 0;
+    for (int i = 0; i < t->shape.nd; i++)
+        if (there->shape.d[i] != t->shape.d[i] &&
+            !(i == 0 && may_grow && there->shape.d[0] < t->shape.d[0]))
+            return 0;
+    return 1;
+}
+
+static int dt__load_is_master(const dt_checkpoint *c, int file, const char *name) {
+    const char *master = dt__state_names[DT__MASTER];
+    return c->desc.convert_dtype && file == DT__OPTIM && strncmp(name, master, strlen(master)) == 0;
+}
+
+/* Parameters of another type than the checkpoint's: loads them from its master weights, which are
+   more exact than its parameters. */
+static dt_status dt__load_from_masters(
+    dt_checkpoint *c, dt__candidate *f, dt_weights *w, const dt__zero_bucket *z) {
+    const dt_bucket *bucket = &z->bucket;
+    for (int i = bucket->first_param; i < bucket->first_param + bucket->n_params; i++) {
+        dt_tensor *t = dt_param_get(c->ctx, i);
+        dt_weight_map p;
+        if (!c->desc.convert_dtype || dt__ckpt_map_weight(c, t, &p) != DT_OK) break;
+        const dt_weights *model = f->w[DT__MODEL];
+        const dt_weight *there = dt_weights_get(model, dt_weights_find(model, p.part[0].name));
+        char *name = dt__state_name(c->ctx, DT__MASTER, t->name);
+        memset(&p, 0, sizeof p);
+        p.part[0].name = name;
+        if (there && there->dtype != t->dtype && dt_weights_find(w, name) >= 0) {
+            w->fewer_rows = dt__load_grows(c, w, &p, t);
+            dt__weights_copy_param(w, 0, t, 0, p.part, 1);
+        }
+        dt__string_free(c->ctx, name);
+        if (dt_error(c->ctx) != DT_OK) break;
+    }
+    return dt_error(c->ctx);
+}
+
 static dt_status dt__load_tensors_fit(dt_checkpoint *c, dt__candidate *f) {
     for (int k = 0; k < DT__CKPT_FILES; k++) {
         const char *file = dt__ckpt_names[k];
@@ -6943,11 +7073,12 @@ static dt_status dt__load_tensors_fit(dt_checkpoint *c, dt__candidate *f) {
             const dt_weight *t = dt_weights_get(c->w[k], i);
             const dt_weight *there = dt_weights_get(f->w[k], dt_weights_find(f->w[k], t->name));
             if (dt__is_onebit_error(k, t->name)) continue;
+            if (!there && dt__load_is_master(c, k, t->name)) continue;
             if (!there)
                 return dt_fail(c->ctx, DT_ERR_ARG,
                     "dt_checkpoint_load: %s/%s has no '%s', which this program has", f->path, file,
                     t->name);
-            if (there->dtype == t->dtype && dt__same_shape(there->shape, t->shape)) continue;
+            if (dt__load_converts(c, t, there)) continue;
             return dt_fail(c->ctx, DT_ERR_ARG,
                 "dt_checkpoint_load: %s/%s: '%s' is %s of %s there, and %s of %s in this program",
                 f->path, file, t->name, there->type, dt__shape_text(there->shape).s, t->type,
@@ -6955,7 +7086,8 @@ static dt_status dt__load_tensors_fit(dt_checkpoint *c, dt__candidate *f) {
         }
         for (int i = 0; i < dt_weights_count(f->w[k]); i++) {
             const char *name = dt_weights_get(f->w[k], i)->name;
-            if (dt_weights_find(c->w[k], name) < 0 && !dt__is_onebit_error(k, name))
+            if (dt_weights_find(c->w[k], name) < 0 && !dt__is_onebit_error(k, name) &&
+                !dt__load_is_master(c, k, name))
                 return dt_fail(c->ctx, DT_ERR_ARG,
                     "dt_checkpoint_load: %s/%s has '%s', which this program has not", f->path, file,
                     dt__printable_name(name).s);
@@ -7042,7 +7174,8 @@ static dt_status dt__load_apply(dt_checkpoint *c, dt__candidate *f) {
         w[k] = dt_weights_open(ctx, c->files.path[k]);
     char *host = (char *)dt_alloc(ctx, DT_MEM_HOST, DT__CKPT_CHUNK, "loading");
     for (int u = 0; u < zero->n_buckets && dt_error(ctx) == DT_OK; u++)
-        if (dt__params_transfer(c, w[DT__MODEL], &zero->buckets[u]) == DT_OK)
+        if (dt__params_transfer(c, w[DT__MODEL], &zero->buckets[u]) == DT_OK &&
+            dt__load_from_masters(c, f, w[DT__OPTIM], &zero->buckets[u]) == DT_OK)
             dt__state_transfer(c, w[DT__OPTIM], &zero->buckets[u], host);
     if (dt_error(ctx) == DT_OK && zero->desc.optimizer == DT_ONEBIT_ADAM)
         dt__load_errors(c, f, w[DT__OPTIM], host);

@@ -22,6 +22,8 @@
    What you see: equal losses for every schedule. Then three schedules as text, each with its
        bubble, beside the formula: p-1 for naive, (p-1)/m for 1F1B and (p-1)/3m for zero bubble,
        where m is the number of micro-batches.
+   Other schedules of the library: AFAB, interleaved 1F1B, ZB-V and DualPipe-V (dt_parallel.h,
+       section 6). dt_schedule_write writes one as text, dt_schedule_read reads an edited one.
    Think about: before you run, predict the bytes that rank 0 of 2 sends in a step. Which schedule
        has the smallest bubble, and what does it cost? */
 #define DT_IMPLEMENTATION

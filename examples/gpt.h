@@ -189,8 +189,11 @@ typedef struct gpt_config {
        bias by this amount */
     double router_bias;
     dt_comm *ep; /* group that shards the experts */
-    dt_comm *pp; /* group of the pipeline's p ranks; rank s % p has stage s */
+    dt_comm *pp; /* group of the pipeline's p ranks */
     int stages;  /* number of pipeline stages; 0 or 1 if stage_begin is NULL */
+    /* (stages): the rank of pp that has each stage; each rank has equally many. NULL means that
+       rank s % p has stage s. The array is not copied. */
+    const int *stage_rank;
     /* Divides the model into stages; NULL means one stage. The model is a list of items: item 0 is
        the embedding, items 1 + 2i and 2 + 2i are attention and MLP of layer i, and item
        2 layers + 1 is the head. Stage s has items [stage_begin[s], stage_begin[s + 1]), so the
@@ -245,8 +248,9 @@ typedef struct gpt {
     dt_tensor *ln_f_gain, *ln_f_bias; /* (C) */
     dt_tensor *head;                  /* (V,C) */
     dt_kv_groups kv;                  /* how the K key/value heads are divided over tp */
-    /* group of the first and the last rank of pp if each has a copy of wte, because wte is tied or
-       because of mtp, else NULL */
+    /* Group of the ranks of the first and the last stage, if these are two ranks that both need wte,
+       because it is tied or because of mtp; else NULL. Each of the two ranks has a copy of wte. If
+       one rank has both stages (a schedule in a V), they share its wte. */
     dt_comm *tied;
     dt_tensor *mtp_wte; /* the embedding that the modules of mtp read, on the last stage */
     double mtp_loss;    /* sum of this rank's mean losses of the modules; the caller clears it */
@@ -598,6 +602,7 @@ static inline dt_tensor *gpt_param(const gpt *m, const gpt_param_row *r, int lay
     gpt_shard(m, r, &d);
     if (gpt_is_embedding(r) && m->tied)
         d.grad_placements[1] = (dt_grad_placement){ m->tied, DT_GRAD_PARTIAL };
+    if (gpt_is_embedding(r) && (c.tied || c.mtp) && !m->tied) d.shared_stages = 1;
     return dt_param_at(m->ctx, r->name, shape, init[from_zero ? GPT_BIAS : r->kind], d);
 }
 
@@ -615,8 +620,19 @@ static inline int gpt_stages(gpt_config c) { return c.stage_begin ? c.stages : 1
 static inline int gpt_stage_first(gpt_config c, int stage) {
     return c.stage_begin ? c.stage_begin[stage] : stage * gpt_items(c);
 }
+/* Returns the rank of pp that has a stage. */
+static inline int gpt_stage_rank(gpt_config c, int stage) {
+    return c.stage_rank ? c.stage_rank[stage] : stage % dt_comm_size(c.pp);
+}
 static inline int gpt_stage_is_mine(const gpt *m, int stage) {
-    return stage % dt_comm_size(m->config.pp) == dt_comm_rank(m->config.pp);
+    return gpt_stage_rank(m->config, stage) == dt_comm_rank(m->config.pp);
+}
+/* A dt_stage_map_fn: returns the chunk-th stage of a rank, in ascending order. */
+static inline int gpt_stage_of(int rank, int chunk, void *user) {
+    const gpt *m = (const gpt *)user;
+    int stage = 0;
+    while (gpt_stage_rank(m->config, stage) != rank || chunk-- > 0) stage++;
+    return stage;
 }
 
 /* The modules of multi-token prediction belong to the head. */
@@ -645,7 +661,8 @@ static inline void gpt_register_item(gpt *m, int item) {
     if (last) gpt_register_mtp(m);
     if (!last || !(m->config.tied || m->config.mtp)) return;
     /* Tied embeddings: if this rank does not have the embedding, its head is a second copy of wte
-       with the same name and values. The gradients of both copies are partial over m->tied. The
+       with the same name and values. The gradients of both copies are partial over m->tied. In a V
+       this rank has both, and the head uses wte in another stage (dt_param_desc.shared_stages). The
        modules of multi-token prediction read the same copy. */
     dt_tensor *wte = m->wte ? m->wte : gpt_param(m, gpt_param_rows, 0);
     if (m->config.tied) m->head = wte;
@@ -657,8 +674,12 @@ static inline int gpt_stages_bad(gpt_config c) {
     if (!c.stage_begin) return c.stages > 1;
     for (int i = 0; i < stages && stages <= GPT_MAX_STAGES; i++)
         bad |= c.stage_begin[i] >= c.stage_begin[i + 1];
-    /* if pp has only one rank, that rank would have two copies of wte */
-    if ((c.tied || c.mtp) && stages > 1 && dt_comm_size(c.pp) == 1) return 1;
+    for (int p = dt_comm_size(c.pp), rank = 0; c.stage_rank && stages % p == 0 && rank < p;
+         rank++) {
+        int mine = 0;
+        for (int i = 0; i < stages; i++) mine += c.stage_rank[i] == rank;
+        bad |= mine != stages / p;
+    }
     return bad || stages < 1 || stages > GPT_MAX_STAGES || c.stage_begin[0] != 0 ||
            c.stage_begin[stages] != gpt_items(c);
 }
@@ -783,10 +804,9 @@ static inline gpt gpt_register(dt_ctx *ctx, gpt_config c) {
     if (gpt_deepseek_bad(ctx, c)) return m;
     if (gpt_stages_bad(c) || gpt_stages(c) % p != 0) {
         dt_fail(ctx, DT_ERR_ARG,
-            "gpt_register: %d stages over %d ranks of pp%s: stage_begin must rise from 0 to %d",
-            c.stages, p,
-            (c.tied || c.mtp) && p == 1 ? ", which cannot both have a tied embedding," : "",
-            gpt_items(c));
+            "gpt_register: %d stages over %d ranks of pp: stage_begin must rise from 0 to %d, and "
+            "stage_rank must give each rank equally many",
+            c.stages, p, gpt_items(c));
         return m;
     }
     if (gpt_lora_bad(c)) {
@@ -803,8 +823,9 @@ static inline gpt gpt_register(dt_ctx *ctx, gpt_config c) {
         return m;
     }
     m.kv = dt_kv_split(ctx, c.tp, c.kv_heads);
-    if ((c.tied || c.mtp) && p > 1) {
-        m.tied = dt_comm_split(c.pp, rank == 0 || rank == p - 1 ? 0 : -1, rank, "tied");
+    int first = gpt_stage_rank(c, 0), last = gpt_stage_rank(c, gpt_stages(c) - 1);
+    if ((c.tied || c.mtp) && first != last) {
+        m.tied = dt_comm_split(c.pp, rank == first || rank == last ? 0 : -1, rank, "tied");
         dt_comm_set_axis(m.tied, DT_AXIS_PP);
     }
     for (int stage = 0; stage < gpt_stages(c); stage++) {
@@ -1466,7 +1487,9 @@ static inline dt_status gpt_cache_open(gpt_cache *c, gpt *m) {
         c->schedule = dt_schedule_make(m->ctx, (dt_schedule_desc){ .kind = DT_SCHEDULE_INTERLEAVED,
                                                    .micros = 1,
                                                    .ranks = dt_comm_size(g.pp),
-                                                   .chunks = gpt_stages(g) / dt_comm_size(g.pp) });
+                                                   .chunks = gpt_stages(g) / dt_comm_size(g.pp),
+                                                   .stage_of = gpt_stage_of,
+                                                   .user = m });
     /* Reserve scratch for attention now, so that generation never allocates. */
     dt_scratch(m->ctx, dt_attention_work(0, D, g.dtype));
     if (dt_error(m->ctx) != DT_OK) gpt_cache_close(c);

@@ -1,5 +1,5 @@
-/* gpt_files.h - weight files for gpt.h: Hugging Face GPT-2, Llama, Mistral, Qwen 2 and 3, Gemma 2
-   and 3 (text), DeepSeek-V3, and llm.c - public domain or MIT, at your choice
+/* gpt_files.h - weight files for gpt.h: Hugging Face GPT-2, Llama, Mistral, Mixtral, Qwen 2 and 3,
+   Gemma 2 and 3 (text), DeepSeek-V3, and llm.c - public domain or MIT, at your choice
 
    Include gpt_files.h after dt_zero.h and gpt.h. All functions are static. `path` names a
    safetensors file, a folder with model.safetensors or model.safetensors.index.json, or an llm.c
@@ -34,7 +34,8 @@ typedef struct gpt_name {
     /* 1, 2, 3 for q, k, v, which GPT-2 and llm.c store as the thirds of one tensor; else 0 */
     int qkv_third;
     /* if not NULL, Llama stores the first half of the parameter under the name `llama` and the
-       second half under this name */
+       second half under this name; a '*' in the names stands for the number of an expert, as
+       Mixtral stores each expert in tensors of its own */
     const char *llama_second;
 } gpt_name;
 
@@ -70,8 +71,9 @@ static const gpt_name gpt_names[] = {
     { "attn.kv_b.weight", NULL, "self_attn.kv_b_proj.weight", NULL, 0, NULL },
     { "moe.router.weight", NULL, "mlp.gate.weight", NULL, 0, NULL },
     { "moe.router.bias", NULL, "mlp.gate.e_score_correction_bias", NULL, 0, NULL },
-    { "moe.gate_up.weight", NULL, "gate_proj.weight", NULL, 0, "up_proj.weight" },
-    { "moe.proj.weight", NULL, "down_proj.weight", NULL, 0, NULL },
+    { "moe.gate_up.weight", NULL, "mlp.experts.*.gate_proj.weight", NULL, 0,
+        "mlp.experts.*.up_proj.weight" },
+    { "moe.proj.weight", NULL, "mlp.experts.*.down_proj.weight", NULL, 0, NULL },
     { "mtp.enorm.weight", NULL, "enorm.weight", NULL, 0, NULL },
     { "mtp.hnorm.weight", NULL, "hnorm.weight", NULL, 0, NULL },
     { "mtp.eh_proj.weight", NULL, "eh_proj.weight", NULL, 0, NULL },
@@ -99,11 +101,29 @@ static inline const gpt_name *gpt_name_of(const gpt_param_row *r) {
     return n;
 }
 
-/* Llama calls the norm before the MLP post_attention_layernorm. Gemma gives this name to the norm
-   after attn.proj. */
-static inline const char *gpt_llama_name(const gpt *m, const gpt_name *n) {
-    int pre_mlp = m->config.parts.gemma && strcmp(n->name, "ln_2.weight") == 0;
-    return pre_mlp ? "pre_feedforward_layernorm.weight" : n->llama;
+/* Returns 1 if Mixtral's files can have the model: a Llama with the same experts in every layer. */
+static inline int gpt_is_mixtral(gpt_config c) {
+    const gpt_parts *p = &c.parts;
+    int others = c.mla.kv_rank || c.mtp || c.first_dense || c.shared_experts || c.moe_every > 1 ||
+                 c.route != DT_ROUTE_SOFTMAX || c.router_bias > 0 || p->qk_norm || p->qkv_bias ||
+                 p->gemma || (c.moe_ffn && c.moe_ffn != c.ffn);
+    return c.experts > 0 && c.arch == GPT_LLAMA && !others;
+}
+
+/* Returns the name, or the second name, of a parameter in the files of a model with Llama's
+   architecture. Llama calls the norm before the MLP post_attention_layernorm, but Gemma gives this
+   name to the norm after attn.proj. */
+static inline const char *gpt_llama_name(const gpt *m, const gpt_name *n, int second) {
+    static const char *const mixtral[][2] = { { "mlp.gate.weight", "block_sparse_moe.gate.weight" },
+        { "mlp.experts.*.gate_proj.weight", "block_sparse_moe.experts.*.w1.weight" },
+        { "mlp.experts.*.up_proj.weight", "block_sparse_moe.experts.*.w3.weight" },
+        { "mlp.experts.*.down_proj.weight", "block_sparse_moe.experts.*.w2.weight" } };
+    const char *name = second ? n->llama_second : n->llama;
+    if (m->config.parts.gemma && strcmp(n->name, "ln_2.weight") == 0)
+        return "pre_feedforward_layernorm.weight";
+    for (int i = 0; i < 4 && gpt_is_mixtral(m->config); i++)
+        if (strcmp(name, mixtral[i][0]) == 0) return mixtral[i][1];
+    return name;
 }
 
 static inline void gpt_full_name(char *out, size_t bytes, const gpt *m, const gpt_param_row *r,
@@ -130,7 +150,8 @@ static inline dt_weight_map gpt_file_location_of(
     memset(&p, 0, sizeof p);
     p.n = llama && n->llama_second ? 2 : 1;
     p.columns = flat ? dt_count(s) : s.d[s.nd - 1];
-    int64_t rows = dt_count(s) / p.columns / p.n;
+    if (llama && strchr(n->llama, '*')) p.groups = m->config.experts;
+    int64_t rows = dt_count(s) / p.columns / p.n / (p.groups > 1 ? p.groups : 1);
     dt_weight_part *part = &p.part[0];
     if (kind.llmc.version) {
         int64_t groups = flat ? 1 : thirds, layers = gpt_is_in_layer(r) ? m->config.layers : 1;
@@ -141,9 +162,10 @@ static inline dt_weight_map gpt_file_location_of(
         if (flat) part->file_columns = thirds * p.columns, part->column = before * p.columns;
     } else {
         gpt_full_name(p.name[0], sizeof p.name[0], m, r, layer,
-            llama ? gpt_llama_name(m, n) : n->gpt2, kind.prefix);
+            llama ? gpt_llama_name(m, n, 0) : n->gpt2, kind.prefix);
         if (p.n == 2)
-            gpt_full_name(p.name[1], sizeof p.name[1], m, r, layer, n->llama_second, kind.prefix);
+            gpt_full_name(
+                p.name[1], sizeof p.name[1], m, r, layer, gpt_llama_name(m, n, 1), kind.prefix);
         part->transposed = !llama && !flat && gpt_is_in_layer(r);
         int64_t wide = part->transposed ? rows : p.columns;
         p.shape = flat               ? DT_SHAPE(thirds * wide)
@@ -167,34 +189,6 @@ static inline int gpt_is_deepseek(gpt_config c) {
     int experts = c.experts > 0;
     return c.arch == GPT_LLAMA && c.mla.kv_rank > 0 && c.moe_every <= 1 &&
            (!experts || (c.route == DT_ROUTE_SIGMOID && c.shared_experts > 0));
-}
-
-/* The parts of an experts' parameter (E,2,F,C) or (E,C,F): one or two tensors for each expert. */
-typedef struct gpt_expert_parts {
-    int n;
-    size_t bytes; /* of `part` and the names behind it */
-    dt_weight_part *part;
-    char (*name)[96];
-    dt_shape shape; /* of each tensor */
-} gpt_expert_parts;
-
-/* Fills *p; dt_free(.., DT_MEM_HOST, p->part, p->bytes) frees it. p->n is 0 after a failure. */
-static inline void gpt_expert_parts_make(
-    gpt_expert_parts *p, gpt *m, const gpt_param_row *r, int layer, const char *prefix) {
-    const gpt_name *n = gpt_name_of(r);
-    int each = n->llama_second ? 2 : 1, all = m->config.experts * each;
-    dt_shape s = gpt_shape(m->config, r, layer);
-    memset(p, 0, sizeof *p);
-    p->shape = DT_SHAPE(s.d[s.nd - 2], s.d[s.nd - 1]);
-    p->bytes = (size_t)all * (sizeof *p->part + sizeof *p->name);
-    p->part = (dt_weight_part *)dt_alloc(m->ctx, DT_MEM_HOST, p->bytes, "parts of experts");
-    if (!p->part) return;
-    p->name = (char(*)[96])(void *)(p->part + all);
-    for (; p->n < all; p->n++) {
-        snprintf(p->name[p->n], sizeof *p->name, "%slayers.%d.mlp.experts.%d.%s", prefix, layer,
-            p->n / each, p->n % each ? n->llama_second : n->llama);
-        p->part[p->n] = (dt_weight_part){ .name = p->name[p->n], .rows = p->shape.d[0] };
-    }
 }
 
 static inline gpt_file_kind gpt_file_kind_of(const gpt *m, dt_weights *w) {
@@ -480,6 +474,16 @@ static inline void gpt_config_deepseek(dt_json *j, gpt_config *c) {
     gpt_key_must_be(j, "attention_bias", 0);
 }
 
+/* A Llama with experts in every layer. transformers' router takes the top-k of the softmax and
+   normalises them, as dt_route does. */
+static inline void gpt_config_mixtral(dt_json *j, gpt_config *c) {
+    gpt_config_llama(j, c, GPT_FILE_MISTRAL);
+    c->experts = gpt_key_int(j, "num_local_experts", 8, 1 << 16);
+    c->top_k = gpt_key_int(j, "num_experts_per_tok", 2, c->experts > 0 ? c->experts : 1);
+    c->moe_every = 1;
+    c->balance = gpt_key_number(j, 0, "router_aux_loss_coef", 0.001);
+}
+
 /* Fills in *c from config.json. `head` is 1 if the weights contain lm_head, else 0. If the file has
    no key tie_word_embeddings, the model is tied if `head` is 0. */
 static inline void gpt_config_read(dt_json *j, gpt_config *c, int head) {
@@ -495,6 +499,8 @@ static inline void gpt_config_read(dt_json *j, gpt_config *c, int head) {
         gpt_config_gpt2(j, c);
     else if (type && strcmp(type, "deepseek_v3") == 0)
         gpt_config_deepseek(j, c);
+    else if (type && strcmp(type, "mixtral") == 0)
+        gpt_config_mixtral(j, c);
     else {
         int kind = 0;
         while (kind < GPT_FILE_KINDS && !(type && strcmp(type, gpt_model_types[kind]) == 0)) kind++;
@@ -503,7 +509,7 @@ static inline void gpt_config_read(dt_json *j, gpt_config *c, int head) {
         else
             dt_json_fail(j, node,
                 "model_type %s is not supported; gpt2, llama, mistral, qwen2, qwen3, gemma2, "
-                "gemma3_text and deepseek_v3 are",
+                "gemma3_text, mixtral and deepseek_v3 are",
                 type ? type : "(no string)");
     }
     c->tied = gpt_key_bool(j, "tie_word_embeddings", c->parts.gemma || !head);
@@ -699,6 +705,9 @@ static inline void gpt_write_deepseek(dt_json_out *o, const gpt_config *c) {
         dt_json_put_int(o, "q_lora_rank", c->mla.q_rank);
     else
         dt_json_put_string(o, "q_lora_rank", NULL);
+    dt_json_put_number(o, "rms_norm_eps", c->norm_eps > 0 ? c->norm_eps : 1e-5);
+    dt_json_put_string(o, "hidden_act", "silu");
+    dt_json_put_bool(o, "attention_bias", 0);
     dt_json_put_bool(o, "norm_topk_prob", !c->raw_gates);
     dt_json_put_number(o, "routed_scaling_factor", c->gate_scale > 0 ? c->gate_scale : 1);
     dt_json_put_string(o, "scoring_func", "sigmoid");
@@ -719,15 +728,18 @@ static inline void gpt_write_config(dt_json_out *o, const gpt_config *c) {
     static const char *const classes[] = { "LlamaForCausalLM", "MistralForCausalLM",
         "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM" };
     int llama = c->arch == GPT_LLAMA, deepseek = gpt_is_deepseek(*c), kind = gpt_file_model(c);
+    int mixtral = gpt_is_mixtral(*c);
     dt_json_put_string(o, "model_type",
-        deepseek ? "deepseek_v3"
-        : llama  ? gpt_model_types[kind]
-                 : "gpt2");
+        deepseek  ? "deepseek_v3"
+        : mixtral ? "mixtral"
+        : llama   ? gpt_model_types[kind]
+                  : "gpt2");
     dt_json_open(o, "architectures", '[');
     dt_json_put_string(o, NULL,
-        deepseek ? "DeepseekV3ForCausalLM"
-        : llama  ? classes[kind]
-                 : "GPT2LMHeadModel");
+        deepseek  ? "DeepseekV3ForCausalLM"
+        : mixtral ? "MixtralForCausalLM"
+        : llama   ? classes[kind]
+                  : "GPT2LMHeadModel");
     dt_json_close(o, ']');
     dt_json_put_string(o, "dtype", types[c->dtype]);
     dt_json_put_string(o, "torch_dtype", types[c->dtype]);
@@ -744,6 +756,12 @@ static inline void gpt_write_config(dt_json_out *o, const gpt_config *c) {
     if (c->vocab != (llama ? 32000 : 50257)) {
         dt_json_put_string(o, "bos_token_id", NULL);
         dt_json_put_string(o, "eos_token_id", NULL);
+    }
+    if (mixtral) {
+        dt_json_put_int(o, "num_local_experts", c->experts);
+        dt_json_put_int(o, "num_experts_per_tok", gpt_top_k(*c));
+        dt_json_put_number(o, "router_aux_loss_coef", c->balance);
+        if (!c->parts.window) dt_json_put_string(o, "sliding_window", NULL);
     }
     if (llama) {
         gpt_write_llama(o, c);
@@ -775,37 +793,35 @@ static inline void gpt_for_each_param(
         }
 }
 
-/* Loads all experts of one parameter, like gpt_load_one. */
-static inline void gpt_load_experts(
-    gpt *m, const gpt_param_row *r, int layer, const char *prefix, dt_weights *w, char *used) {
-    gpt_expert_parts p;
-    dt_tensor *own = *gpt_slot(m, r, layer);
-    gpt_expert_parts_make(&p, m, r, layer, prefix);
-    for (int i = 0; i < p.n; i++) {
-        int at = dt_weights_find(w, p.name[i]);
-        if (at >= 0) used[at] = 1;
-    }
-    if (own && p.n) dt_weights_load(w, own, p.shape.d[1], p.part, p.n);
-    dt_free(m->ctx, DT_MEM_HOST, p.part, p.bytes);
+/* Loads or saves all parts of a parameter. */
+static inline void gpt_copy_parts(dt_weights *w, dt_tensor *t, const dt_weight_map *p, int save) {
+    enum { NAME = 128 };
+    dt_weight_part first;
+    char name[NAME];
+    int n = dt_weight_map_part(p, 0, name, &first);
+    size_t bytes = (size_t)n * (sizeof first + NAME);
+    dt_weight_part *part = (dt_weight_part *)dt_alloc(t->ctx, DT_MEM_HOST, bytes, "parts");
+    for (int i = 0; part && i < n; i++)
+        dt_weight_map_part(p, i, (char *)(part + n) + i * NAME, &part[i]);
+    if (part && save) dt_weights_save(w, t, p->columns, part, n);
+    if (part && !save) dt_weights_load(w, t, p->columns, part, n);
+    dt_free(t->ctx, DT_MEM_HOST, part, bytes);
 }
 
 /* Loads one parameter. `user` points to an array with one flag per tensor of the file; this
    function sets the flags of the tensors that contain the parameter. */
 static inline void gpt_load_one(
     gpt *m, const gpt_param_row *r, int layer, dt_weight_map *p, dt_weights *w, void *user) {
-    if (gpt_dim(r, '|') >= 0) {
-        gpt_load_experts(m, r, layer, gpt_file_kind_of(m, w).prefix, w, (char *)user);
-        return;
-    }
-    for (int i = 0; i < p->n; i++) {
-        int at = dt_weights_find(w, p->name[i]);
+    char name[128];
+    dt_weight_part part;
+    for (int i = 0; i < dt_weight_map_part(p, i, name, &part); i++) {
+        int at = dt_weights_find(w, name);
         if (at >= 0) ((char *)user)[at] = 1;
     }
     dt_tensor *own = *gpt_slot(m, r, layer); /* NULL if it is on another rank's stage */
-    if (own) dt_weights_load(w, own, p->columns, p->part, p->n);
+    if (own) gpt_copy_parts(w, own, p, 0);
     dt_tensor *copy = m->config.tied ? m->head : m->mtp_wte; /* on the last stage, or NULL */
-    if (gpt_is_embedding(r) && copy && copy != own)
-        dt_weights_load(w, copy, p->columns, p->part, p->n);
+    if (gpt_is_embedding(r) && copy && copy != own) gpt_copy_parts(w, copy, p, 0);
 }
 
 static inline int gpt_is_ignored(const gpt *m, const char *name) {
@@ -821,9 +837,13 @@ static inline int gpt_is_ignored(const gpt *m, const char *name) {
    model. */
 static inline dt_status gpt_load_fits(gpt *m, const char *path, dt_llmc h, int writing) {
     gpt_config c = m->config;
-    if ((c.experts || c.mla.kv_rank || c.mtp) && (h.version || !gpt_is_deepseek(c)))
+    if ((c.experts || c.mla.kv_rank || c.mtp) &&
+        (h.version || !(gpt_is_deepseek(c) || gpt_is_mixtral(c))))
         return dt_fail(m->ctx, DT_ERR_UNSUPPORTED,
-            "%s: this version has no weight files for MoE models", path);
+            "%s: of MoE models only those of Mixtral (a Llama whose layers all have experts, "
+            "without "
+            "shared experts and without a router bias) and DeepSeek-V3 have weight files",
+            path);
     if (c.arch == GPT_LLAMA && !gpt_file_has_parts(&c))
         return dt_fail(m->ctx, DT_ERR_UNSUPPORTED,
             "%s: no model of transformers has this combination of config.parts; %s is the nearest",
@@ -871,26 +891,20 @@ static inline dt_status gpt_load(gpt *m, const char *path) {
 /* Declares one parameter. `user` is the prefix of the names, as in gpt_save_one. */
 static inline void gpt_declare_one(
     gpt *m, const gpt_param_row *r, int layer, dt_weight_map *p, dt_weights *w, void *user) {
+    char name[128];
+    dt_weight_part part;
+    (void)layer, (void)user;
     dt_dtype wide = m->config.dtype == DT_F64 ? DT_F64 : DT_F32;
     dt_dtype dtype = r->kind == GPT_ROUTER_BIAS ? wide : m->config.dtype;
-    gpt_expert_parts e = { .n = 0 };
-    if (gpt_dim(r, '|') >= 0) gpt_expert_parts_make(&e, m, r, layer, (const char *)user);
-    for (int i = 0; i < e.n; i++) dt_weights_declare(w, e.name[i], dtype, e.shape);
-    for (int i = 0; i < p->n && !e.part; i++)
-        /* q, k and v may share one tensor: declare the tensor once */
-        if (dt_weights_find(w, p->name[i]) < 0) dt_weights_declare(w, p->name[i], dtype, p->shape);
-    dt_free(m->ctx, DT_MEM_HOST, e.part, e.bytes);
+    /* q, k and v may share one tensor: declare the tensor once */
+    for (int i = 0; i < dt_weight_map_part(p, i, name, &part); i++)
+        if (dt_weights_find(w, name) < 0) dt_weights_declare(w, name, dtype, p->shape);
 }
 
 static inline void gpt_save_one(
     gpt *m, const gpt_param_row *r, int layer, dt_weight_map *p, dt_weights *w, void *user) {
-    gpt_expert_parts e = { .n = 0 };
-    if (gpt_dim(r, '|') >= 0) gpt_expert_parts_make(&e, m, r, layer, (const char *)user);
-    if (e.n)
-        dt_weights_save(w, *gpt_slot(m, r, layer), e.shape.d[1], e.part, e.n);
-    else
-        dt_weights_save(w, *gpt_slot(m, r, layer), p->columns, p->part, p->n);
-    dt_free(m->ctx, DT_MEM_HOST, e.part, e.bytes);
+    (void)user;
+    gpt_copy_parts(w, *gpt_slot(m, r, layer), p, 1);
 }
 
 /* Finds the location of a parameter in model.safetensors. dt_checkpoint_desc.map_weight uses these
@@ -914,12 +928,12 @@ static inline void gpt_file_location_one(
 static inline void gpt_file_location_in(
     gpt *m, gpt_file_kind kind, const dt_tensor *param, dt_weight_map *place) {
     gpt_location_query s = { param, place };
-    if (!m->config.experts &&
-        (m->config.arch == GPT_LLAMA || m->config.kv_heads == m->config.heads))
+    if (m->config.arch == GPT_LLAMA || m->config.kv_heads == m->config.heads)
         gpt_for_each_param(m, kind, NULL, gpt_file_location_one, &s);
 }
 
 static inline void gpt_file_location(gpt *m, const dt_tensor *param, dt_weight_map *place) {
+    if (m->config.experts) return;
     gpt_file_location_in(m,
         (gpt_file_kind){ .prefix = m->config.arch == GPT_LLAMA ? "model." : "transformer." }, param,
         place);

@@ -72,12 +72,22 @@ typedef struct train_footprint {
     double one_state;   /* bytes that class optim lacks, because Muon has one state for a matrix */
 } train_footprint;
 
+/* Where a resumed run continues in the data. */
+typedef struct train_position {
+    int64_t consumed;  /* sequences that the run has used so far, of its present length */
+    int64_t sequences; /* sequences of the data */
+    int64_t tokens;    /* tokens of the data, and of the data at the time of the checkpoint */
+    int64_t tokens_then;
+    int seq_then; /* tokens per sequence at the time of the checkpoint */
+} train_position;
+
 typedef struct train_config {
     gpt_config model; /* train() fills in the groups and the stages */
     dt_mesh_desc mesh;
     /* with mesh.pp: `schedule` is a DT_SCHEDULE_*; `chunks` is the number of stages per rank, where
        0 means 1 */
     int schedule, chunks;
+    const char *schedule_file; /* NULL, or a file of dt_schedule_read, instead of `schedule` */
     int stage_begin[GPT_MAX_STAGES + 1]; /* as in gpt_config, for pp * chunks stages */
     /* 1: before the first step, measure the time of each kind of item (embedding, attention, MLP,
        head; see gpt_config.stage_begin) and compute stage_begin from these times */
@@ -132,8 +142,8 @@ typedef struct train_config {
     void (*on_step)(dt_ctx *ctx, const train_row *row, void *user); /* on rank 0, each step */
     /* Called on all ranks before the first step. `step` is the checkpoint's step, or 0 if there was
        no checkpoint. May be NULL. */
-    void (*on_resume)(
-        dt_ctx *ctx, int64_t step, const char *path, const char *settings, void *user);
+    void (*on_resume)(dt_ctx *ctx, int64_t step, const char *path, const char *settings,
+        const train_position *at, void *user);
     void (*on_save)(dt_ctx *ctx, const char *path, void *user); /* called on rank 0; may be NULL */
     /* called on rank 0 during a save, with the fraction that is done; may be NULL */
     void (*on_progress)(double done, void *user);
@@ -767,16 +777,30 @@ static inline void train_batch_free(
     dt_free(ctx, DT_MEM_HOST, b->losses, (size_t)(c->accum * mesh->replicas) * sizeof(double));
 }
 
+/* Makes the pipeline's schedule for a number of micro-batches. */
+static inline dt_schedule *train_schedule(
+    dt_ctx *ctx, const train_config *c, int ranks, int micros) {
+    dt_schedule_desc d = {
+        .kind = c->schedule, .ranks = ranks, .micros = micros, .chunks = c->chunks
+    };
+    return c->schedule_file ? dt_schedule_read(ctx, c->schedule_file, d) : dt_schedule_make(ctx, d);
+}
+
+/* Sets stage_rank, an array of c->pp * c->chunks elements, to the rank of each stage. */
+static inline void train_place_stages(
+    dt_ctx *ctx, const train_config *c, int ranks, int *stage_rank) {
+    dt_schedule *s = train_schedule(ctx, c, ranks, c->accum);
+    for (int i = 0; i < dt_schedule_stages(s); i++) stage_rank[i] = dt_schedule_rank_of(s, i);
+    dt_schedule_free(s);
+}
+
 /* Makes the schedule for b->accum micro-batches, unless b->schedule already is for that number. */
 static inline void train_batch_schedule(
     dt_ctx *ctx, const train_config *c, const dt_mesh *mesh, train_batch *b) {
     if (dt_schedule_micros(b->schedule) == b->accum) return;
     dt_schedule_free(b->schedule);
     dt_free(ctx, DT_MEM_HOST, b->spans, b->spans_bytes);
-    b->schedule = dt_schedule_make(ctx, (dt_schedule_desc){ .kind = c->schedule,
-                                            .ranks = mesh->sizes.pp,
-                                            .micros = b->accum,
-                                            .chunks = c->chunks });
+    b->schedule = train_schedule(ctx, c, mesh->sizes.pp, b->accum);
     int actions = dt_schedule_count(b->schedule, mesh->coord.pp) +
                   dt_schedule_offset(b->schedule, mesh->sizes.pp);
     b->spans_bytes = (size_t)actions * sizeof *b->spans;
@@ -819,6 +843,33 @@ static inline void train_progress(double done, void *user) {
     if (c->on_progress) c->on_progress(done, c->user);
 }
 
+/* Returns "seq" of the settings of a checkpoint: its number of tokens per sequence. */
+static inline int train_seq_of(dt_ctx *ctx, const char *settings, int fallback) {
+    dt_json *then =
+        *settings ? dt_json_parse(ctx, "its settings", settings, strlen(settings)) : NULL;
+    double seq = fallback;
+    if (then) dt_json_number(then, dt_json_find(then, 0, "seq"), &seq);
+    dt_json_free(then);
+    return seq >= 1 ? (int)seq : fallback;
+}
+
+/* Continues in the data where the checkpoint's run stopped. The data may have grown. With another
+   number of tokens per sequence the run continues at the sequence that contains the next token. */
+static inline train_position train_continue(
+    dt_ctx *ctx, train_checkpoint *s, data_set *text, int64_t T, const char *path) {
+    train_position at = { .sequences = data_sequences(text),
+        .tokens = data_tokens(text),
+        .tokens_then = (int64_t)s->tokens,
+        .seq_then = train_seq_of(ctx, dt_checkpoint_config(s->checkpoint), (int)T) };
+    if (dt_error(ctx) == DT_OK && at.tokens < at.tokens_then)
+        dt_fail(ctx, DT_ERR_ARG, "%s: trained on data of %.0f tokens, but this data has %lld", path,
+            s->tokens, (long long)at.tokens);
+    s->samples = floor(s->samples * at.seq_then / (double)T);
+    s->tokens = (double)at.tokens;
+    at.consumed = (int64_t)s->samples;
+    return at;
+}
+
 static inline void train_checkpoint_open(
     const train_config *c, gpt *model, dt_zero *optimizer, data_set *text, train_checkpoint *s) {
     dt_ctx *ctx = model->ctx;
@@ -837,6 +888,8 @@ static inline void train_checkpoint_open(
                                                       .config = c->settings,
                                                       .config_json = s->model_config,
                                                       .map_weight = train_file_location,
+                                                      .convert_dtype = 1,
+                                                      .grows = "wpe.weight",
                                                       .progress = train_progress,
                                                       .user = s });
     if (dt_error(ctx) != DT_OK) return;
@@ -852,12 +905,10 @@ static inline void train_checkpoint_open(
     size_t n = c->save ? strlen(c->save) : 0;
     while (n > 1 && c->save[n - 1] == '/') n--;
     s->loaded_from_save |= n > 0 && strncmp(path, c->save, n) == 0 && path[n] == '/';
-    if (dt_error(ctx) == DT_OK && s->tokens != (double)data_tokens(text))
-        dt_fail(ctx, DT_ERR_ARG, "%s: trained on data of %.0f tokens, but this data has %lld", path,
-            s->tokens, (long long)data_tokens(text));
+    train_position at = train_continue(ctx, s, text, c->seq ? c->seq : c->model.seq, path);
     snprintf(s->announced, sizeof s->announced, "%s", path);
     if (dt_error(ctx) == DT_OK && c->on_resume)
-        c->on_resume(ctx, step, path, dt_checkpoint_config(s->checkpoint), c->user);
+        c->on_resume(ctx, step, path, dt_checkpoint_config(s->checkpoint), &at, c->user);
 }
 
 /* Calls on_save on rank 0 if a checkpoint has been committed since the last call. A background save
@@ -969,7 +1020,7 @@ static inline void train_export(const train_config *c, gpt *model, dt_zero *opti
 static inline dt_status train(dt_ctx *ctx, void *user) {
     const train_config *c = (const train_config *)user;
     dt_listener listener = { .failed = train_on_failure, .user = user };
-    int stage_begin[GPT_MAX_STAGES + 1];
+    int stage_begin[GPT_MAX_STAGES + 1], stage_rank[GPT_MAX_STAGES + 1];
     int64_t T = c->seq ? c->seq : c->model.seq;
     dt_listen(ctx, &listener);
     if (c->dry) dt_dry_begin(ctx, &c->dry[dt_ctx_rank(ctx)]);
@@ -985,6 +1036,8 @@ static inline dt_status train(dt_ctx *ctx, void *user) {
         train_partition_by_cost(
             ctx, sizes, DT_SHAPE(c->micro_batch, T / mesh.sizes.cp), stage_begin);
     sizes.stage_begin = sizes.stages > 1 ? stage_begin : NULL;
+    if (sizes.stages > 1) train_place_stages(ctx, c, mesh.sizes.pp, stage_rank);
+    sizes.stage_rank = sizes.stages > 1 ? stage_rank : NULL;
     gpt model = gpt_register(ctx, sizes);
     if (dt_error(ctx) != DT_OK) {
         dt_unlisten(ctx, &listener);

@@ -201,6 +201,14 @@ enum { BUILT, NOT_BUILT };
         "type of parameters and activations") \
     X(LOSS_SCALE, "loss-scale", TEXT, BUILT, NULL, 0, 0, "dynamic|X", \
         "a step that overflows is repeated [f16: dynamic]") \
+    X(LOSS_SCALE_INIT, "loss-scale-init", REAL, BUILT, "65536", 1e-30, 1e30, "X", \
+        "the first dynamic loss scale") \
+    X(LOSS_SCALE_WINDOW, "loss-scale-window", INT, BUILT, "2000", 1, 1e9, "N", \
+        "steps in a row without overflow that double it") \
+    X(LOSS_SCALE_HYSTERESIS, "loss-scale-hysteresis", INT, BUILT, "1", 1, 1e6, "N", \
+        "overflows that halve it") \
+    X(LOSS_SCALE_MIN, "loss-scale-min", REAL, BUILT, "1", 1e-30, 1e30, "X", \
+        "the lowest dynamic loss scale") \
     X(H_RANK, "Ranks and layout", HEADING, BUILT, NULL, 0, 0, "", "") \
     X(RANKS, "ranks", INT, BUILT, NULL, 1, 1024, "N", "[the product of the axes given]") \
     X(BACKEND, "backend", WORD, BUILT, "threads", 0, 0, "threads|procs|tcp|mpi|nccl", \
@@ -226,14 +234,17 @@ enum { BUILT, NOT_BUILT };
     X(EP, "ep", INT, BUILT, "1", 1, 1024, "N", "expert parallel: replicas that shard the experts") \
     X(SP, "sp", SWITCH, BUILT, "off", 0, 0, "on|off", "sequence parallel: --tp shards tokens too") \
     X(CP_KIND, "cp-kind", WORD, BUILT, "ring", 0, 0, "ring|zigzag|allgather|ulysses", "with --cp") \
-    X(SCHEDULE, "schedule", WORD, BUILT, "1f1b", 0, 0, "naive|afab|1f1b|interleaved|zb", \
-        "pipeline schedule, with --pp") \
+    X(SCHEDULE, "schedule", WORD, BUILT, "1f1b", 0, 0, \
+        "naive|afab|1f1b|interleaved|zb|zbv|dualpipe-v|FILE", \
+        "pipeline schedule, with --pp; a FILE as of --schedule-text") \
     X(CHUNKS, "chunks", INT, BUILT, NULL, 1, MEGA, "v", \
         "stages per rank, with --schedule interleaved [2]") \
     X(PARTITION, "partition", TEXT, BUILT, "even", 0, 0, "even|cost|LIST", \
         "half layers per stage; cost: by measured time") \
     X(SCHEDULE_SVG, "schedule-svg", TEXT, BUILT, NULL, 0, 0, "FILE", \
         "draw the last step beside its simulation") \
+    X(SCHEDULE_TEXT, "schedule-text", TEXT, BUILT, NULL, 0, 0, "FILE", \
+        "write the schedule as text, to edit for --schedule FILE") \
     X(ZERO, "zero", WORD, BUILT, "0", 0, 0, "0|1|2|3", \
         "ZeRO stage: shard 1 optimizer state, 2 + gradients, 3 + values") \
     X(ZERO3_KEEP, "zero3-keep", SWITCH, BUILT, "off", 0, 0, "on|off", \
@@ -460,13 +471,14 @@ static void let_rank_0_print_first(void) {
 }
 
 /* The state of the reader of --config's JSON file. `path` is the path of the key whose value is
-   `node`. `ignored` lists the file's keys that have no meaning in this program. given[id] is 1 if
-   the file sets option id. */
+   `node`. `ignored` lists the file's keys that have no meaning in this program, `automatic` the keys
+   whose value is DeepSpeed's "auto", so that the option keeps its default. given[id] is 1 if the
+   file sets option id. */
 static struct {
     dt_ctx *ctx;
     dt_json *json;
     int node; /* the JSON value that is being read; -1: none */
-    char path[160], ignored[1024], given[N_OPTIONS];
+    char path[160], ignored[1024], automatic[1024], given[N_OPTIONS];
     char *values[N_OPTIONS]; /* copies of the texts of the values that the file sets */
 } config = { .node = -1 };
 /* length in bytes of the longest key and of the longest text that --config's file may contain */
@@ -620,10 +632,14 @@ static const char *built_by(const char *word) {
     return strcmp(word, "cuda") == 0 || strcmp(word, "nccl") == 0 ? ": make CUDA=1 NCCL=1" : "";
 }
 
+/* Returns 1 if a value of --schedule is the path of a file: it has a dot or a slash. */
+static int is_schedule_file(const char *text) { return strpbrk(text, "./") != NULL; }
+
 static void parse_word(int id, value *v, const char *text) {
     const option *o = &table[id];
     const char *arg = notation(id);
-    int built, index = word_index(arg, text, &built);
+    int built,
+        index = word_index(arg, id == O_SCHEDULE && is_schedule_file(text) ? "FILE" : text, &built);
     int length = (int)strcspn(arg, ";");
     const char *verb = built > 1 ? "values are" : "value is";
     if (index < 0)
@@ -746,7 +762,11 @@ enum {
     OFFLOAD = -6,
     SCALE = -7,
     SCHEDULER = -8,
-    OFFLOAD_FOLDER = -9
+    OFFLOAD_FOLDER = -9,
+    SCALE_POWER = -10,
+    SCALE_OPTION = -11,
+    PIPE_PARTITION = -12,
+    PIPE_RECOMPUTE = -13
 };
 typedef struct deepspeed_key {
     const char *path;
@@ -762,6 +782,14 @@ static const deepspeed_key deepspeed[] = {
     { "fp16", BLOCK, NULL },
     { "fp16.enabled", O_DTYPE, "f16" },
     { "fp16.loss_scale", SCALE, NULL },
+    { "fp16.initial_scale_power", SCALE_POWER, NULL },
+    { "fp16.loss_scale_window", SCALE_OPTION, NULL },
+    { "fp16.hysteresis", SCALE_OPTION, NULL },
+    { "fp16.min_loss_scale", SCALE_OPTION, NULL },
+    { "pipeline", BLOCK, NULL },
+    { "pipeline.stages", O_PP, NULL },
+    { "pipeline.partition", PIPE_PARTITION, NULL },
+    { "pipeline.activation_checkpoint_interval", PIPE_RECOMPUTE, NULL },
     { "bf16", BLOCK, NULL },
     { "bf16.enabled", O_DTYPE, "bf16" },
     { "zero_optimization", BLOCK, NULL },
@@ -812,11 +840,12 @@ static const deepspeed_key deepspeed[] = {
     IGNORED_KEY("checkpoint"),
     IGNORED_KEY("amp"),
     IGNORED_KEY("fp16.auto_cast"),
-    IGNORED_KEY("fp16.initial_scale_power"),
-    IGNORED_KEY("fp16.loss_scale_window"),
-    IGNORED_KEY("fp16.hysteresis"),
     IGNORED_KEY("fp16.consecutive_hysteresis"),
-    IGNORED_KEY("fp16.min_loss_scale"),
+    IGNORED_KEY("bf16.immediate_grad_update"),
+    IGNORED_KEY("bf16.check_grad_overflow"),
+    IGNORED_KEY("pipeline.seed_layers"),
+    IGNORED_KEY("pipeline.pipe_partitioned"),
+    IGNORED_KEY("pipeline.grad_partitioned"),
     IGNORED_KEY("zero_optimization.allgather_partitions"),
     IGNORED_KEY("zero_optimization.allgather_bucket_size"),
     IGNORED_KEY("zero_optimization.reduce_scatter"),
@@ -930,10 +959,53 @@ static const char *config_word(
     refuse("\"%s\": the legal values are %s", text, legal);
 }
 
+/* Sets options from the keys of fp16's dynamic loss scale, which count only if fp16 is enabled, and
+   from those of the block "pipeline". */
+static void configure_scale_or_pipeline(value *v, int to, int node, int parent) {
+    static const char *const partitions[] = { "best", "uniform" }, *const is[] = { "cost", "even" };
+    char text[40];
+    int yes = 0;
+    int64_t n = 0;
+    if (to == PIPE_PARTITION) {
+        configure(v, O_PARTITION, config_word(node, partitions, is, 2));
+        return;
+    }
+    if (to != SCALE_OPTION && (!dt_json_int(config.json, node, &n) || n < 0 || n > 1000))
+        refuse("a whole number from 0 to 1000 is needed");
+    snprintf(text, sizeof text, "full:%lld", (long long)n);
+    if (to == PIPE_RECOMPUTE && n > 0) configure(v, O_RECOMPUTE, text);
+    if (to == PIPE_RECOMPUTE ||
+        !dt_json_bool(config.json, dt_json_find(config.json, parent, "enabled"), &yes) || !yes)
+        return;
+    snprintf(text, sizeof text, "%.17g", pow(2, (double)n));
+    if (to == SCALE_POWER)
+        configure(v, O_LOSS_SCALE_INIT, text);
+    else
+        configure_as_is(v,
+            strcmp(config.path, "fp16.loss_scale_window") == 0 ? O_LOSS_SCALE_WINDOW
+            : strcmp(config.path, "fp16.hysteresis") == 0      ? O_LOSS_SCALE_HYSTERESIS
+                                                               : O_LOSS_SCALE_MIN,
+            node);
+}
+
+/* Returns 1 if a key of DeepSpeed has the value "auto". */
+static int is_automatic(int node) {
+    const char *text = dt_json_string(config.json, node, NULL);
+    return text && strcmp(text, "auto") == 0;
+}
+
+static void append_key(char *list, size_t bytes, const char *path) {
+    snprintf(strchr(list, 0), bytes - strlen(list), " %s", path);
+}
+
 /* Sets options from a DeepSpeed key that does not correspond to one option. `to` is the field of
    the key's row in `deepspeed`, `node` is the key's value and `parent` is the object that contains
    the key. DeepSpeed's Adam is AdamW unless adam_w_mode is false. */
 static void configure_deepspeed(value *v, int to, int node, int parent) {
+    if (to <= SCALE_POWER) {
+        configure_scale_or_pipeline(v, to, node, parent);
+        return;
+    }
     static const char *const optimizers[] = { "Adam", "AdamW", "SGD", "OneBitAdam" };
     static const char *const schedulers[] = { "WarmupLR", "WarmupDecayLR", "WarmupCosineLR" };
     static const char *const devices[] = { "none", "cpu", "nvme" };
@@ -1038,8 +1110,9 @@ static void configure_block(value *v, int object, const char *prefix) {
             refuse_key(path);
         else if (deepspeed[at].to == IGNORED ||
                  (deepspeed[at].to == OFFLOAD_FOLDER && !offloads_to_folder(object)))
-            snprintf(strchr(config.ignored, 0), sizeof config.ignored - strlen(config.ignored),
-                " %s", path);
+            append_key(config.ignored, sizeof config.ignored, path);
+        else if (deepspeed[at].to != BLOCK && is_automatic(node))
+            append_key(config.automatic, sizeof config.automatic, path);
         else if (deepspeed[at].to == BLOCK) {
             strcat(path, ".");
             configure_block(v, node, path);
@@ -1224,7 +1297,8 @@ static void print_refused(void) {
         "  kv-heads = heads with mla; arch llama        also with mtp",
         "  pp x chunks <= 2 layers + 2                  a stage is a range of half layers, "
         "embedding and head",
-        "  chunks = 1 unless schedule is interleaved    interleaved needs pp >= 2",
+        "  chunks = 1 unless schedule is interleaved    interleaved needs pp >= 2; zbv and "
+        "dualpipe-v have 2",
         "  partition has pp x chunks numbers            their sum is 2 layers",
         "  tp divides heads                             a rank holds complete heads; ffn and vocab "
         "need not divide",
@@ -1475,30 +1549,39 @@ __attribute__((format(printf, 3, 4))) static void text_from_file(
     v[id].from = COMPUTED;
 }
 
-/* Sets the options of a mixture that comes from the file of --model. */
+/* Sets the options of a mixture to those of the model in the file of --model. */
 static void experts_from_file(value *v, const gpt_config *c) {
-    compute(&v[O_EXPERTS], c->experts);
+    char text[24];
+    snprintf(text, sizeof text, "%d", c->experts);
+    const char *has = c->experts ? text : "dense";
+    if (v[O_EXPERTS].from >= GIVEN && strcmp(v[O_EXPERTS].text, has) != 0)
+        refuse("--experts %s: the model in %s has %s; leave --experts out", v[O_EXPERTS].text,
+            v[O_MODEL].text, has);
+    if (!c->experts) return;
+    if (v[O_EXPERTS].from < GIVEN) compute(&v[O_EXPERTS], c->experts);
     size_from_file(v, O_TOP_K, c->top_k);
+    size_from_file(v, O_MOE_EVERY, c->moe_every ? c->moe_every : 1);
     size_from_file(v, O_SHARED_EXPERTS, c->shared_experts);
     size_from_file(v, O_FIRST_DENSE, c->first_dense);
-    size_from_file(v, O_MOE_FFN, c->moe_ffn);
-    word_from_file(v, O_ROUTE, "sigmoid");
-    text_from_file(v, O_EXPERT_GROUPS, "%d:%d", c->expert_groups, c->top_groups);
-    text_from_file(v, O_GATE_SCALE, "%g", c->gate_scale);
+    size_from_file(v, O_MOE_FFN, c->moe_ffn ? c->moe_ffn : c->ffn);
+    word_from_file(v, O_ROUTE, c->route == DT_ROUTE_SIGMOID ? "sigmoid" : "softmax");
+    if (c->expert_groups)
+        text_from_file(v, O_EXPERT_GROUPS, "%d:%d", c->expert_groups, c->top_groups);
+    text_from_file(v, O_GATE_SCALE, "%g", c->gate_scale > 0 ? c->gate_scale : 1);
 }
 
 /* Checks the MoE options and copies them to the model's configuration. In a dense model (without
    --experts) they have no effect. */
 static void resolve_experts(value *v, gpt_config *c) {
-    int in_file = v[O_MODEL].text && c->experts > 0, given = v[O_EXPERTS].from >= GIVEN;
-    if (!in_file || given) c->experts = (int)number_or_word(v, O_EXPERTS, "dense", MEGA, 1);
+    if (v[O_MODEL].text)
+        experts_from_file(v, c);
+    else
+        c->experts = (int)number_or_word(v, O_EXPERTS, "dense", MEGA, 1);
     c->capacity = number_or_word(v, O_CAPACITY, "dropless", 1e9, 0);
     c->balance = v[O_BALANCE_LOSS].number;
     c->z = v[O_Z_LOSS].number;
     c->router_bias = v[O_ROUTER_BIAS].number;
-    if (v[O_MODEL].text && given) refuse("--model with --experts is not available in this build");
-    if (in_file) experts_from_file(v, c);
-    if (in_file || c->experts == 0) return;
+    if (v[O_MODEL].text || c->experts == 0) return;
     if (c->experts < int_of(v, O_TOP_K) && v[O_TOP_K].from >= GIVEN)
         refuse("--top-k %d of --experts %d; use --top-k %d", int_of(v, O_TOP_K), c->experts,
             c->experts);
@@ -1978,6 +2061,16 @@ static void resolve_zero(value *v, dt_mesh_desc mesh, dt_zero_desc *z) {
         set(&v[O_LOSS_SCALE], O_LOSS_SCALE, "dynamic", COMPUTED);
     const char *text = v[O_LOSS_SCALE].text;
     int dynamic = text && strcmp(text, "dynamic") == 0;
+    z->scale = (dt_scale_desc){ .init = v[O_LOSS_SCALE_INIT].number,
+        .interval = int_of(v, O_LOSS_SCALE_WINDOW),
+        .hysteresis = int_of(v, O_LOSS_SCALE_HYSTERESIS),
+        .min_scale = v[O_LOSS_SCALE_MIN].number };
+    if (dynamic && z->scale.min_scale > z->scale.init)
+        refuse("--loss-scale-min %s is above --loss-scale-init %s", v[O_LOSS_SCALE_MIN].text,
+            v[O_LOSS_SCALE_INIT].text);
+    for (int i = O_LOSS_SCALE_INIT; i <= O_LOSS_SCALE_MIN && !dynamic; i++)
+        if (v[i].from == GIVEN)
+            refuse("--%s %s is for --loss-scale dynamic", table[i].name, v[i].text);
     if (dynamic)
         z->loss_scale = DT_SCALE_DYNAMIC;
     else if (text)
@@ -2050,9 +2143,10 @@ static void resolve_sharding(const value *v, dt_mesh_desc mesh, gpt_config *m) {
             "--base %s --tp %d: a row of --width %d or --ffn %d has no whole number of blocks of "
             "64 on each rank",
             v[O_BASE].text, mesh.tp, m->width, m->ffn);
-    if (v[O_SAVE_MODEL].text && m->experts)
-        refuse("--save-model: other programs' formats do not have these MoE layers; use --save "
-               "with --experts");
+    if (v[O_SAVE_MODEL].text && m->experts && !gpt_is_mixtral(*m) && !gpt_is_deepseek(*m))
+        refuse("--save-model: other programs' formats do not have these MoE layers, only those of "
+               "Mixtral (--arch llama, --moe-every 1, --shared-experts 0, --router-bias 0) and of "
+               "DeepSeek-V3 (--mla, --route sigmoid, --shared-experts); or use --save");
 }
 
 /* Reads a --partition that is a list: the number of half layers of each stage. A half layer is the
@@ -2084,22 +2178,74 @@ static void parse_partition(const value *v, train_config *c, int stages) {
             (long long)halves);
 }
 
-/* Chooses the pipeline schedule, the number of stages and the items of each stage. An item is the
-   embedding, half a layer or the head (see gpt_config.stage_begin). */
-static void resolve_pipeline(value *v, train_config *c) {
+/* The index of the last action of a rank that adds to the gradients of a chunk. */
+static int last_weights(const dt_schedule *s, int rank, int stage) {
+    int last = -1;
+    for (int i = 0; i < dt_schedule_count(s, rank); i++) {
+        const dt_action *a = &dt_schedule_actions(s, rank)[i];
+        if (a->stage == stage && (a->phase == DT_BACKWARD || a->phase == DT_BACKWARD_WEIGHT))
+            last = i;
+    }
+    return last;
+}
+
+/* Reads the schedule of --schedule FILE. Sets --chunks and, unless two of the batch options are
+   given, --accum to the file's numbers. Called a second time, after --accum is known, with
+   `check`: refuses a file for another number of micro-batches. */
+static void read_schedule(value *v, train_config *c, int check) {
+    dt_ctx *ctx = probe_ctx();
+    int pp = c->mesh.pp;
+    if (pp == 1) refuse("--schedule %s is for a pipeline; use --pp 2 or more", c->schedule_file);
+    dt_schedule *s = dt_schedule_read(ctx, c->schedule_file,
+        (dt_schedule_desc){
+            .ranks = pp, .chunks = int_of(v, O_CHUNKS), .micros = check ? int_of(v, O_ACCUM) : 0 });
+    if (dt_error(ctx) != DT_OK) refuse("--schedule %s", error_without_rank(ctx));
+    int last = dt_schedule_stages(s) - 1, rank = dt_schedule_rank_of(s, 0);
+    if (c->model.tied && last > 0 && dt_schedule_rank_of(s, last) == rank &&
+        last_weights(s, rank, last) > last_weights(s, rank, 0))
+        refuse("--schedule %s: rank %d has the first and the last stage, which share the tied "
+               "embedding, so the gradients of stage %d must end before those of stage 0; or use "
+               "--tie off",
+            c->schedule_file, rank, last);
+    if (!v[O_CHUNKS].text) compute(&v[O_CHUNKS], dt_schedule_chunks(s));
+    if (!v[O_ACCUM].text && (!v[O_MICRO_BATCH].text || v[O_BATCH].from < GIVEN))
+        compute(&v[O_ACCUM], dt_schedule_micros(s));
+    if (c->ramp.samples)
+        refuse("--schedule %s has a fixed number of micro-batches, and --batch-ramp changes it",
+            c->schedule_file);
+    dt_ctx_free(ctx);
+}
+
+/* Chooses the pipeline schedule and the number of stages of a rank, before the batch. */
+static void resolve_schedule(value *v, train_config *c) {
     static const int kinds[] = { DT_SCHEDULE_NAIVE, DT_SCHEDULE_AFAB, DT_SCHEDULE_1F1B,
-        DT_SCHEDULE_INTERLEAVED, DT_SCHEDULE_ZB };
-    int items = 2 * c->model.layers + 2, stages;
-    char why[300];
-    c->schedule = kinds[int_of(v, O_SCHEDULE)];
+        DT_SCHEDULE_INTERLEAVED, DT_SCHEDULE_ZB, DT_SCHEDULE_ZBV, DT_SCHEDULE_DUALPIPE_V };
+    int kind = int_of(v, O_SCHEDULE);
+    int is_file = kind == (int)(sizeof kinds / sizeof *kinds), v_kind = !is_file && kind > 4,
+        in_v = v_kind && c->mesh.pp > 1;
+    c->schedule = is_file || (v_kind && !in_v) ? DT_SCHEDULE_1F1B : kinds[kind];
+    c->schedule_file = is_file ? v[O_SCHEDULE].text : NULL;
+    if (is_file) read_schedule(v, c, 0);
     int interleaved = c->schedule == DT_SCHEDULE_INTERLEAVED && c->mesh.pp > 1;
-    if (!v[O_CHUNKS].text) compute(&v[O_CHUNKS], interleaved ? 2 : 1);
+    if (!v[O_CHUNKS].text) compute(&v[O_CHUNKS], interleaved || in_v ? 2 : 1);
     c->chunks = int_of(v, O_CHUNKS);
     if (c->chunks > 1 && c->mesh.pp == 1)
         refuse("--chunks %d divides a rank's layers into stages; use --pp 2 or more", c->chunks);
-    if (c->chunks > 1 && !interleaved)
+    if (c->chunks != 2 && in_v)
+        refuse("--chunks %d: schedule %s gives each rank two stages, the sides of a V; use "
+               "--chunks 2",
+            c->chunks, v[O_SCHEDULE].text);
+    if (c->chunks > 1 && !interleaved && !in_v && !is_file)
         refuse("--chunks %d: schedule %s gives each rank one stage; use --schedule interleaved",
             c->chunks, v[O_SCHEDULE].text);
+}
+
+/* Chooses the number of stages and the items of each stage. An item is the embedding, half a layer
+   or the head (see gpt_config.stage_begin). */
+static void resolve_pipeline(value *v, train_config *c) {
+    int items = 2 * c->model.layers + 2, stages;
+    char why[300];
+    if (c->schedule_file) read_schedule(v, c, 1);
     if ((int64_t)c->mesh.pp * c->chunks > items)
         refuse("--pp %d x --chunks %d are more stages than the %d pieces of a model of %d layers: "
                "embedding, "
@@ -2153,12 +2299,15 @@ static train_config resolve(value *v) {
     resolve_sharding(v, c.mesh, &c.model);
     resolve_zero(v, c.mesh, &c.zero);
     c.ramp = parse_ramp(v, c.mesh.dp * c.mesh.ep);
+    resolve_schedule(v, &c);
     resolve_batch(v, c.mesh.dp * c.mesh.ep, c.mesh.pp);
     resolve_pipeline(v, &c);
     check_ramp(v, &c.ramp, c.mesh.dp * c.mesh.ep);
     resolve_epochs(v, &c);
     c.svg = v[O_SCHEDULE_SVG].text;
     if (c.svg && c.mesh.pp == 1) refuse("--schedule-svg draws a pipeline; use --pp 2 or more");
+    if (v[O_SCHEDULE_TEXT].text && c.mesh.pp == 1)
+        refuse("--schedule-text writes a pipeline's schedule; use --pp 2 or more");
     if (!v[O_STOP_AT].text) compute(&v[O_STOP_AT], long_of(v, O_STEPS));
     if (!v[O_LR_STEPS].text) compute(&v[O_LR_STEPS], long_of(v, O_STEPS));
     if (v[O_STOP_AT].number > v[O_STEPS].number)
@@ -2533,7 +2682,7 @@ typedef struct output {
     int option;
     char path[4096];
 } output;
-enum { MAX_OUTPUTS = 8 };
+enum { MAX_OUTPUTS = 9 };
 
 static int is_llmc(const char *path) {
     size_t n = strlen(path);
@@ -2541,12 +2690,12 @@ static int is_llmc(const char *path) {
 }
 
 static int find_outputs(const value *v, output out[MAX_OUTPUTS]) {
-    static const int named[] = { O_LOG_CSV, O_TRACE, O_SCHEDULE_SVG };
+    static const int named[] = { O_LOG_CSV, O_TRACE, O_SCHEDULE_SVG, O_SCHEDULE_TEXT };
     static const char *const saved[] = { "/model.safetensors", "/model.safetensors.index.json",
         "/config.json", "/adapter_model.safetensors", "/adapter_config.json" };
     const char *model = v[O_SAVE_MODEL].text;
     int n = 0;
-    for (int i = 0; i < 3; i++)
+    for (size_t i = 0; i < sizeof named / sizeof *named; i++)
         if (v[named[i]].text) {
             out[n].option = named[i];
             snprintf(out[n++].path, sizeof out->path, "%s", v[named[i]].text);
@@ -2582,6 +2731,7 @@ static void check_overwrites(const value *v, const train_config *c, const train_
         if (exists) refuse_overwrite(&out[o], &st, O_CONFIG, v[O_CONFIG].text);
         if (exists) refuse_overwrite(&out[o], &st, O_TOKEN_FILE, v[O_TOKEN_FILE].text);
         if (exists) refuse_overwrite(&out[o], &st, O_TOKENIZER, v[O_TOKENIZER].text);
+        if (exists) refuse_overwrite(&out[o], &st, O_SCHEDULE, c->schedule_file);
         for (int k = 0; k < o && !device; k++)
             if (strcmp(out[k].path, out[o].path) == 0 || (exists && same_file(out[k].path, &st)))
                 refuse("--%s and --%s would both write %s; use another name",
@@ -2680,9 +2830,7 @@ static void print_stages(const train_config *c) {
                              : "   (layers)");
     dt_ctx *ctx = probe_ctx();
     double v = c->chunks;
-    dt_schedule *schedule = dt_schedule_make(ctx,
-        (dt_schedule_desc){
-            .kind = c->schedule, .ranks = c->mesh.pp, .micros = c->accum, .chunks = c->chunks });
+    dt_schedule *schedule = train_schedule(ctx, c, c->mesh.pp, c->accum);
     size_t bytes = (size_t)dt_schedule_offset(schedule, c->mesh.pp) * sizeof(dt_span);
     dt_span *spans = (dt_span *)dt_alloc(ctx, DT_MEM_HOST, bytes, "a simulation");
     if (spans && dt_schedule_simulate(schedule, (dt_schedule_costs){ 1 / v, 1 / v, 1 / v, NULL, 0 },
@@ -2722,6 +2870,15 @@ static void print_data(const value *v, const train_files *f) {
     }
 }
 
+/* Writes the schedule as text. */
+static void write_schedule(const train_config *c, const char *path) {
+    dt_ctx *ctx = probe_ctx();
+    dt_schedule *s = train_schedule(ctx, c, c->mesh.pp, c->accum);
+    if (dt_schedule_write(ctx, path, s) != DT_OK)
+        refuse("--schedule-text %s", error_without_rank(ctx));
+    dt_ctx_free(ctx);
+}
+
 static void print_settings(const value *v, const train_config *c) {
     static const char *const sources[] = { "", "=", "$", "*", "+" };
     const gpt_config *m = &c->model;
@@ -2741,7 +2898,8 @@ static void print_settings(const value *v, const train_config *c) {
     line_printf(&out, "launch  %s\n", launched.summary);
     if (*launched.device_note) line_printf(&out, "device  %s\n", launched.device_note);
     if (v[O_CONFIG].text)
-        line_printf(&out, "config  %s%s%s\n", v[O_CONFIG].text,
+        line_printf(&out, "config  %s%s%s%s%s\n", v[O_CONFIG].text,
+            *config.automatic ? "   auto keys, left as they are:" : "", config.automatic,
             *config.ignored ? "   ignored keys:" : "", config.ignored);
     line_printf(&out, "model   %s   %d layers   %d wide   %d heads   %.2f M parameters   %s\n",
         v[O_ARCH].text, m->layers, m->width, m->heads, (double)gpt_param_count(*m) / 1e6,
@@ -3115,16 +3273,16 @@ static void csv_rewind(dt_ctx *ctx, const job *j, int64_t step) {
 }
 
 /* A resumed run must have the checkpoint's values of fixed_options. It may have other values of
-   changeable_options, and then prints the old and the new value. */
-static const int fixed_options[] = { O_ARCH, O_LAYERS, O_WIDTH, O_HEADS, O_KV_HEADS, O_FFN, O_SEQ,
-    O_VOCAB, O_TIE, O_EXPERTS, O_TOP_K, O_MOE_EVERY, O_SHARED_EXPERTS, O_CAPACITY, O_ROUTER_BIAS,
-    O_SHUFFLE, O_SEED, O_OPTIMIZER, O_DTYPE, O_LORA, O_LORA_ALPHA, O_LORA_ON, O_BASE, O_DATA_MIX,
-    O_DOCUMENTS, O_DOCUMENT_END };
+   changeable_options, and then prints the old and the new value; print_changes prints what follows
+   from some of them. */
+static const int fixed_options[] = { O_ARCH, O_LAYERS, O_WIDTH, O_HEADS, O_KV_HEADS, O_FFN, O_VOCAB,
+    O_TIE, O_EXPERTS, O_TOP_K, O_MOE_EVERY, O_SHARED_EXPERTS, O_CAPACITY, O_ROUTER_BIAS, O_SEED,
+    O_OPTIMIZER, O_LORA, O_LORA_ALPHA, O_LORA_ON, O_BASE, O_DATA_MIX, O_DOCUMENTS, O_DOCUMENT_END };
 static const int changeable_options[] = { O_DROPOUT, O_BALANCE_LOSS, O_Z_LOSS, O_BATCH, O_STEPS,
     O_LR, O_LR_SCHEDULE, O_WARMUP, O_LR_STEPS, O_MIN_LR_RATIO, O_BATCH_RAMP, O_WEIGHT_DECAY, O_CLIP,
     O_BETA1, O_BETA2, O_EPS, O_MOMENTUM, O_ADAMW_LR_SCALE, O_LABEL_SMOOTHING, O_FREEZE_STEPS,
     O_LOSS_SCALE, O_REDUCE, O_TOKENIZER, O_EMA, O_SKIP_LOSS_Z, O_SKIP_NORM_Z, O_LORA_DROPOUT,
-    O_EPOCHS };
+    O_EPOCHS, O_SEQ, O_DTYPE, O_SHUFFLE };
 
 /* Returns 1 if option `id` has another value in `then`, the settings of a checkpoint; 0 if it has
    the same value or if the checkpoint does not know the option. Writes the checkpoint's value to
@@ -3178,14 +3336,50 @@ static void check_resume(const value *v) {
     if (other >= 0)
         refuse("--resume %s: --%s was %s, and is %s now: that would be a different training run",
             resume, table[other].name, was, v[other].text ? v[other].text : "not given");
+    if (then && differs(then, v, O_SEQ, was, sizeof was) && int_of(v, O_ARCH) == GPT_GPT2 &&
+        int_of(v, O_SEQ) < atoi(was))
+        refuse(
+            "--resume %s: --seq was %s, and is %d now: a GPT-2 with %s positions would lose some "
+            "of them; use --seq %s or more",
+            resume, was, int_of(v, O_SEQ), was, was);
     dt_json_free(then);
     dt_json_free(manifest);
     if (text) dt_free(ctx, DT_MEM_HOST, text, bytes + 1);
     dt_ctx_free(ctx);
 }
 
-static void on_resume(
-    dt_ctx *ctx, int64_t step, const char *path, const char *settings, void *user) {
+/* Prints what other values of --seq, --dtype and --shuffle and more data mean for a resumed run. */
+static void print_changes(const value *v, const dt_json *then, const train_position *at) {
+    char was[160];
+    line out = { .fd = 1 };
+    int seq = differs(then, v, O_SEQ, was, sizeof was), grown = at->tokens != at->tokens_then;
+    int shuffled = differs(then, v, O_SHUFFLE, was, sizeof was);
+    int other = differs(then, v, O_DTYPE, was, sizeof was);
+    int was_16 = strcmp(was, "bf16") == 0 || strcmp(was, "f16") == 0;
+    int is_16 = strcmp(v[O_DTYPE].text, "bf16") == 0 || strcmp(v[O_DTYPE].text, "f16") == 0;
+    if (seq && int_of(v, O_ARCH) == GPT_GPT2)
+        line_printf(&out,
+            "        positions %d to %d of wpe begin at random, their optimizer state at 0\n",
+            at->seq_then, int_of(v, O_SEQ) - 1);
+    if (other)
+        line_printf(&out,
+            "        parameters are the nearest %s of the checkpoint's %s, as is optimizer "
+            "state%s\n",
+            v[O_DTYPE].text, was_16 ? "f32 master weights" : "parameters",
+            is_16 && !was_16 ? "; f32 master weights begin from the parameters" : "");
+    if (grown)
+        line_printf(&out, "        the data had %lld tokens, and has %lld from here on\n",
+            (long long)at->tokens_then, (long long)at->tokens);
+    if (seq || grown || shuffled)
+        line_printf(&out,
+            "        the run continues at sequence %lld of %lld (from 0) in epoch %lld%s\n",
+            (long long)(at->consumed % at->sequences), (long long)at->sequences,
+            (long long)(at->consumed / at->sequences),
+            shuffled ? ", in the new order: this epoch may read some sequences twice" : "");
+}
+
+static void on_resume(dt_ctx *ctx, int64_t step, const char *path, const char *settings,
+    const train_position *at, void *user) {
     const job *j = (const job *)user;
     char was[160];
     int first = dt_ctx_rank(ctx) == 0;
@@ -3208,6 +3402,8 @@ static void on_resume(
             line_printf(&out, "        --%s was %s, and is %s from here on\n",
                 table[changeable_options[i]].name, was,
                 j->v[changeable_options[i]].text ? j->v[changeable_options[i]].text : "not given");
+    if (first && then && dt_error(ctx) == DT_OK && !j->v[O_QUIET].number)
+        print_changes(j->v, then, at);
     dt_json_free(then);
 }
 
@@ -3230,7 +3426,7 @@ static const int per_rank_options[] = { O_DATA, O_TOKEN_CACHE, O_READ_AHEAD, O_R
     O_TOKEN_FILE, O_TIMEOUT, O_OFFLOAD_OPTIM, O_OFFLOAD_PARAMS, O_MEM_LIMIT, O_LINK_LATENCY,
     O_LINK_BANDWIDTH, O_LOG_CSV, O_QUIET, O_PEAK_TFLOPS, O_CONFIG };
 static const int presence_options[] = { O_VAL, O_MODEL, O_ADAPTER, O_TOKENIZER, O_SCHEDULE_SVG,
-    O_SAVE, O_RESUME, O_SAVE_MODEL, O_TRACE };
+    O_SCHEDULE_TEXT, O_SAVE, O_RESUME, O_SAVE_MODEL, O_TRACE };
 
 static int is_among(int id, const int *list, size_t n) {
     for (size_t i = 0; i < n; i++)
@@ -3805,6 +4001,8 @@ int main(int argc, char **argv) {
     if (v[O_TRACE].text && prints_messages()) check_writable(O_TRACE, v[O_TRACE].text);
     if (v[O_SCHEDULE_SVG].text && prints_messages())
         check_writable(O_SCHEDULE_SVG, v[O_SCHEDULE_SVG].text);
+    if (v[O_SCHEDULE_TEXT].text && prints_messages())
+        write_schedule(&j.config, v[O_SCHEDULE_TEXT].text);
     if (!v[O_QUIET].number && prints_messages()) print_settings(v, &j.config);
     if (get_flag(launched.stdout_error)) return end_mpi(exit_status(NULL, 1));
     j.config.settings = settings;

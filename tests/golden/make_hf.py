@@ -10,6 +10,7 @@ Needs transformers 5, safetensors and torch; the files' bytes may differ with ot
 FILES
     hf_gpt2/            GPT-2, tied, f32, one file
     hf_llama/           Llama, 6 heads and 2 of keys, its own head, f32, several files and an index
+    hf_mixtral/         Mixtral, 3 experts of which a token uses 2, f32, one file
     hf_llama_bf16/      Llama, 4 heads and 4 of keys, tied, bf16, one file
     hf_deepseek/        DeepSeek-V3, latent attention, a dense layer and two with 8 experts in 4 groups, f32, one file
     hf_deepseek_mtp/    the same without a latent of queries and with two modules of multi-token prediction, under the
@@ -46,13 +47,17 @@ def gpt2_config(eps):
 
 def models():
     """name -> (config, dtype, largest shard)"""
-    from transformers import DeepseekV3Config, LlamaConfig
+    from transformers import DeepseekV3Config, LlamaConfig, MixtralConfig
     llama = dict(num_hidden_layers=2, max_position_embeddings=24, **IDS)
     wide = LlamaConfig(vocab_size=67, hidden_size=24, intermediate_size=40, num_attention_heads=6,
                        num_key_value_heads=2, rms_norm_eps=1e-2, tie_word_embeddings=False,
                        rope_parameters={"rope_type": "default", "rope_theta": 500.0}, **llama)
     tied = LlamaConfig(vocab_size=53, hidden_size=16, intermediate_size=24, num_attention_heads=4,
                        num_key_value_heads=4, rms_norm_eps=1e-6, tie_word_embeddings=True, **llama)
+    mixtral = MixtralConfig(vocab_size=59, hidden_size=16, intermediate_size=24, num_attention_heads=4,
+                            num_key_value_heads=2, rms_norm_eps=1e-2, tie_word_embeddings=False, num_local_experts=3,
+                            num_experts_per_tok=2, sliding_window=None,
+                            rope_parameters={"rope_type": "default", "rope_theta": 500.0}, **llama)
     deepseek = dict(vocab_size=37, hidden_size=16, intermediate_size=22, moe_intermediate_size=6, num_attention_heads=4,
                     num_key_value_heads=4, n_shared_experts=2, n_routed_experts=8, kv_lora_rank=6, qk_rope_head_dim=4,
                     qk_nope_head_dim=5, v_head_dim=3, n_group=4, topk_group=2, num_experts_per_tok=3,
@@ -62,17 +67,18 @@ def models():
                            num_mtp_layers=2, tie_word_embeddings=True, **deepseek)
     for config in v3, mtp:
         config._experts_implementation = "eager"
-    return {"hf_deepseek": (v3, torch.float32, "1GB"), "hf_deepseek_mtp": (mtp, torch.float32, "1GB"),
+    return {"hf_mixtral": (mixtral, torch.float32, "1GB"),
+            "hf_deepseek": (v3, torch.float32, "1GB"), "hf_deepseek_mtp": (mtp, torch.float32, "1GB"),
             "hf_gpt2": (gpt2_config(1e-3), torch.float32, "1GB"), "hf_llama": (wide, torch.float32, "20KB"),
             "hf_llama_bf16": (tied, torch.bfloat16, "1GB")}
 
 
 def make_model(config, dtype):
     """A model in which every weight matters: none is near zero, gains are not 1, biases not 0."""
-    from transformers import DeepseekV3ForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
+    from transformers import DeepseekV3ForCausalLM, GPT2LMHeadModel, LlamaForCausalLM, MixtralForCausalLM
     torch.manual_seed(len(config.model_type))
-    model = {"gpt2": GPT2LMHeadModel, "llama": LlamaForCausalLM, "deepseek_v3": DeepseekV3ForCausalLM}[
-        config.model_type](config)
+    model = {"gpt2": GPT2LMHeadModel, "llama": LlamaForCausalLM, "deepseek_v3": DeepseekV3ForCausalLM,
+             "mixtral": MixtralForCausalLM}[config.model_type](config)
     if config.model_type == "deepseek_v3" and config.num_mtp_layers > 1:
         model.mtp = torch.nn.ModuleList(Mtp(model, k) for k in range(config.num_mtp_layers))
     with torch.no_grad():
@@ -161,7 +167,13 @@ def own_names(model):
                 heads = H if part == "q" else c.num_key_value_heads
                 g = g.reshape(heads, -1, g.shape[1])
                 name = name.replace(f"self_attn.{part}_proj", f"attn.{part}")
-        if "gate_proj" in name:
+        if "mlp.gate.weight" in name:
+            name = name.replace("mlp.gate", "moe.router")
+        if "mlp.experts.gate_up_proj" in name:
+            yield name.replace("mlp.experts.gate_up_proj", "moe.gate_up.weight"), g.reshape(g.shape[0], 2, -1, g.shape[2])
+        elif "mlp.experts.down_proj" in name:
+            yield name.replace("mlp.experts.down_proj", "moe.proj.weight"), g
+        elif "gate_proj" in name:
             up = dict(model.named_parameters())["model.layers." + name[2:].replace("gate_proj", "up_proj")].grad
             yield name.replace("gate_proj", "gate_up"), torch.stack([g, up])
         elif "up_proj" not in name:
@@ -182,7 +194,8 @@ class Rotary(torch.nn.Module):
     """Cosines and sines in float64; transformers computes them in float32."""
     def __init__(self, config):
         super().__init__()
-        self.dim, self.theta = config.head_dim, config.rope_parameters["rope_theta"]
+        self.dim = config.head_dim or config.hidden_size // config.num_attention_heads
+        self.theta = config.rope_parameters["rope_theta"]
 
     def forward(self, x, position_ids):
         turn = self.theta ** (-torch.arange(0, self.dim, 2, dtype=torch.float64) / self.dim)
@@ -190,9 +203,25 @@ class Rotary(torch.nn.Module):
         return angles.cos(), angles.sin()
 
 
+class Router(torch.nn.Module):
+    """Mixtral's router in float64; transformers' softmax computes in float32."""
+    def __init__(self, old):
+        super().__init__()
+        self.weight, self.top_k = old.weight, old.top_k
+
+    def forward(self, x):
+        logits = x.reshape(-1, x.shape[-1]) @ self.weight.t()
+        gates, experts = logits.softmax(-1).topk(self.top_k)
+        return logits, gates / gates.sum(-1, keepdim=True), experts
+
+
 def in_float64(model):
     model = model.to(torch.float64)
-    if model.config.model_type == "llama":
+    if model.config.model_type == "mixtral":
+        model.config._experts_implementation = "eager"
+        for layer in model.model.layers:
+            layer.mlp.gate = Router(layer.mlp.gate)
+    if model.config.model_type in ("llama", "mixtral"):
         model.model.rotary_emb = Rotary(model.config)
         model.model.norm = Norm(model.model.norm)
         for layer in model.model.layers:

@@ -306,6 +306,17 @@ static void generate(dt_schedule *s, void *user) {
     }
 }
 
+static int in_v(const config *c) {
+    return !c->own && (c->kind == DT_SCHEDULE_ZBV || c->kind == DT_SCHEDULE_DUALPIPE_V);
+}
+
+/* Returns the number of chunks of each rank; `several` is the choice of kinds that have one. */
+static int chunks_of(int kind, int several) {
+    return kind == DT_SCHEDULE_INTERLEAVED                             ? several
+           : kind == DT_SCHEDULE_ZBV || kind == DT_SCHEDULE_DUALPIPE_V ? 2
+                                                                       : 1;
+}
+
 static int stage_of(int rank, int chunk, void *user) {
     const config *c = (const config *)user;
     if (c->map == MAP_BLOCKS) return rank * c->chunks + chunk;
@@ -320,7 +331,7 @@ static dt_schedule *make_schedule(dt_ctx *ctx, config *c) {
                                      .chunks = c->chunks,
                                      .micro_group = c->group,
                                      .generate = c->own ? generate : NULL,
-                                     .stage_of = stage_of,
+                                     .stage_of = in_v(c) ? NULL : stage_of,
                                      .user = c });
 }
 
@@ -343,7 +354,7 @@ static void register_layer(net *n, int i, dt_comm *ends) {
         };
         if (tied)
             d.lr_scale = 0, d.grad_placements[0].comm = ends,
-            d.grad_placements[0].kind = DT_GRAD_PARTIAL;
+            d.grad_placements[0].kind = DT_GRAD_PARTIAL, d.shared_stages = in_v(&n->j->c);
         dt_init init = l->kind == NORMED && k == 0 ? DT_ONES : DT_NORMAL(1.3 / sqrt(l->in));
         n->p[i][k] = dt_param_at(n->ctx, name, shape[k], init, d);
     }
@@ -740,7 +751,7 @@ static config random_config(uint32_t k) {
     c.model = mix(k, 1);
     c.pp = 1 + draw(k, 2, 5);
     c.kind = draw(k, 3, DT_SCHEDULES);
-    c.chunks = c.kind == DT_SCHEDULE_INTERLEAVED ? 1 + draw(k, 4, 3) : 1;
+    c.chunks = chunks_of(c.kind, 1 + draw(k, 4, 3));
     c.micros = 1 + draw(k, 5, 9);
     if (c.kind == DT_SCHEDULE_ZB && c.micros < c.pp) c.micros = c.pp;
     if (draw(k, 6, 5) == 0) { /* a user-defined schedule */
@@ -782,7 +793,7 @@ static config basic_config(int pp, int micros, int kind) {
     c.rows = 3;
     c.dp = 1;
     c.pp = pp;
-    c.chunks = kind == DT_SCHEDULE_INTERLEAVED ? 2 : 1;
+    c.chunks = chunks_of(kind, 2);
     c.kind = kind;
     c.micros = micros;
     c.clip = 0.02;
@@ -793,7 +804,7 @@ static config basic_config(int pp, int micros, int kind) {
    with every schedule. */
 static void test_tied(void) {
     folders = 0;
-    for (int k = 0; k < 40; k++) {
+    for (int k = 0; k < 56; k++) {
         config c = basic_config(2 + k % 3, 4 + k % 3, k / 4 % DT_SCHEDULES);
         c.what = LAYERS_TIED;
         c.zero = k % 4;
@@ -861,15 +872,23 @@ static void test_bytes(void) {
         values_of(&c, &j);
         size = dt_dtype_size(type_of(&c));
         for (int s = 0; s + 1 < stages_of(&c); s++) {
-            int last = 0, from = s % c.pp, to = (s + 1) % c.pp;
+            int turn = in_v(&c) ? 2 * c.pp - 1 : INT_MAX; /* the last stage of a V */
+            int last = 0,
+                from = (s < c.pp          ? s
+                        : turn == INT_MAX ? s % c.pp
+                                          : turn - s),
+                to = (s + 1 < c.pp      ? s + 1
+                      : turn == INT_MAX ? (s + 1) % c.pp
+                                        : turn - s - 1);
             for (int i = 0; i < c.layers; i++)
                 if (j.layer[i].stage <= s) last = i;
             size_t bytes = (size_t)(c.micros * c.rows * j.layer[last].out) * size;
             if (from != to) sent[from] += bytes, sent[to] += bytes;
         }
         size_t padded = (size_t)1024 * (size_t)c.dp, parts = c.zero > 0 ? (size_t)c.dp : 1;
-        if (c.what == LAYERS_TIED) sent[0] += padded / parts * (size == 2 ? 4 : size);
-        if (c.what == LAYERS_TIED) sent[c.pp - 1] += padded / parts * (size == 2 ? 4 : size);
+        int two = c.what == LAYERS_TIED && !in_v(&c); /* in a V one rank has both ends */
+        if (two) sent[0] += padded / parts * (size == 2 ? 4 : size);
+        if (two) sent[c.pp - 1] += padded / parts * (size == 2 ? 4 : size);
         if (!run_succeeds(&c, got, THREADS)) continue;
         for (int r = 0; r < c.pp * c.dp; r++)
             CHECK_MSG(got->pp_bytes[r] == sent[r / c.dp],
@@ -888,7 +907,8 @@ static void test_bytes(void) {
    once a step. Compares with the formula of dt_zero.h. */
 static void test_gathers(void) {
     for (int k = 0; k < 24; k++) {
-        config c = basic_config(1 + k % 3, 5, k % DT_SCHEDULES);
+        /* without DualPipe-V, which splits only some backwards */
+        config c = basic_config(1 + k % 3, 5, k % (DT_SCHEDULES - 1));
         c.what = LAYERS_EQUAL;
         c.layers = 12;
         c.dp = 2;
@@ -897,7 +917,7 @@ static void test_gathers(void) {
         c.no_overlap = k % 4 == 2;
         c.steps = 2;
         if (k >= 20) c.own = k % 2 ? OWN_AFAB : OWN_NAIVE, c.chunks = 2, c.map = MAP_BLOCKS;
-        int halves = c.kind == DT_SCHEDULE_ZB && !c.own;
+        int halves = (c.kind == DT_SCHEDULE_ZB || c.kind == DT_SCHEDULE_ZBV) && !c.own;
         if (!run_succeeds(&c, got, THREADS)) continue;
         for (int r = 0; r < c.pp * c.dp; r++) {
             double values = c.kept ? 1 : c.micros * (2.0 + halves), grads = c.micros;

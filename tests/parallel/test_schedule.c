@@ -218,6 +218,13 @@ static void machine_make(
     }
 }
 
+static int is_v(int kind) { return kind == DT_SCHEDULE_ZBV || kind == DT_SCHEDULE_DUALPIPE_V; }
+
+/* Places the stages in a V: rank r has stages r and 2 ranks - 1 - r. */
+static void machine_in_v(machine *m) {
+    for (int s = m->ranks; s < m->stages; s++) m->rank_of[s] = m->stages - 1 - s;
+}
+
 /* Returns 1 if all actions were executed, 0 on deadlock. */
 static int machine_run(machine *m, const dt_schedule *s, dt_span *out) {
     int left = dt_schedule_offset(s, m->ranks), last = 0;
@@ -337,6 +344,28 @@ static void test_orders(void) {
     expect_list(s, 0, "F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3");
     expect_list(s, 1, "F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3");
     expect_list(s, 2, "F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3");
+    /* as ScheduleZBVZeroBubble and ScheduleDualPipeV of PyTorch 2.15 list them */
+    s = dt_schedule_make(
+        ctx, (dt_schedule_desc){ .kind = DT_SCHEDULE_ZBV, .ranks = 2, .micros = 4 });
+    expect_list(s, 0,
+        "F0.0 F1.0 F2.0 F0.1 I0.1 W0.1 F1.1 I1.1 W1.1 F3.0 I0.0 W0.0 F2.1 I2.1 W2.1 I1.0 W1.0 "
+        "F3.1 I3.1 W3.1 I2.0 W2.0 I3.0 W3.0");
+    expect_list(s, 1,
+        "F0.0 F0.1 F1.0 F1.1 I0.1 W0.1 F2.0 I0.0 W0.0 F2.1 I1.1 W1.1 F3.0 I1.0 W1.0 F3.1 I2.1 "
+        "W2.1 I2.0 I3.1 I3.0 W2.0 W3.1 W3.0");
+    s = dt_schedule_make(
+        ctx, (dt_schedule_desc){ .kind = DT_SCHEDULE_DUALPIPE_V, .ranks = 3, .micros = 6 });
+    expect_list(s, 0,
+        "F0.0 F1.0 F2.0 F3.0 F4.0 F0.1 I0.1 W0.1 F1.1 I1.1 W1.1 F2.1 F5.0 B2.1 F3.1 B0.0 B3.1 F4.1 "
+        "B1.0 B4.1 F5.1 B2.0 B5.1 I3.0 W3.0 I4.0 W4.0 I5.0 W5.0");
+    expect_list(s, 1,
+        "F0.0 F1.0 F2.0 F0.1 F3.0 F1.1 I0.1 W0.1 F2.1 F4.0 B1.1 F3.1 B0.0 F5.0 B2.1 F4.1 B1.0 B3.1 "
+        "F5.1 B2.0 B4.1 B3.0 I5.1 I4.0 W5.1 I5.0 W4.0 W5.0");
+    expect_list(s, 2,
+        "F0.0 F0.1 F1.0 F1.1 F2.0 F2.1 F3.0 B0.1 F3.1 B0.0 F4.0 B1.1 F4.1 B1.0 F5.0 B2.1 F5.1 B2.0 "
+        "B3.1 B3.0 B4.1 I4.0 I5.1 I5.0 W4.0 W5.1 W5.0");
+    CHECK(dt_schedule_chunks(s) == 2 && dt_schedule_rank_of(s, 0) == 0 &&
+          dt_schedule_rank_of(s, 3) == 2 && dt_schedule_rank_of(s, 5) == 0);
     dt_ctx_free(ctx);
     CHECK_MSG(blocks == 0, "%ld blocks were not freed", blocks);
 }
@@ -397,6 +426,13 @@ typedef struct figures {
     int64_t top, bottom;
 } figures;
 
+/* With few micro-batches each one more fills two of the idle times of a chunk. */
+static figures figures_in_v(int dualpipe, int p, int m, int r) {
+    int idle = (dualpipe ? 5 : 4) * (p - 1) - 2 * (m - 1) + 2 * (dualpipe && m > p);
+    int held = m + 1 + r < 2 * m ? m + 1 + r : 2 * m, most = 2 * p + dualpipe;
+    return (figures){ held < most ? held : most, idle < p - 1 ? p - 1 : idle, 6 * (int64_t)m };
+}
+
 static figures figures_of(int kind, int p, int m, int v, int r, int group) {
     int left = p - r < m ? p - r : m, ahead = 2 * (p - r - 1) + (v - 1) * group + 1;
     figures f = { 0, 0, 0 };
@@ -407,8 +443,25 @@ static figures figures_of(int kind, int p, int m, int v, int r, int group) {
     case DT_SCHEDULE_INTERLEAVED:
         return (figures){ ahead < m * v ? ahead : m * v, p - 1, m % p == 0 ? (int64_t)v * m : 0 };
     case DT_SCHEDULE_ZB: return (figures){ p < m ? p : m, p - 1, m >= p ? 3 * (int64_t)m : 0 };
+    case DT_SCHEDULE_ZBV:
+    case DT_SCHEDULE_DUALPIPE_V: return figures_in_v(kind == DT_SCHEDULE_DUALPIPE_V, p, m, r);
     }
     return f;
+}
+
+/* Slots besides those of the micro-batches that the rank holds. */
+static int slots_fit(int kind, int p, int m, int v, int r, int more) {
+    if (kind == DT_SCHEDULE_ZBV) return more == (m >= 2 * p - r);
+    if (kind == DT_SCHEDULE_DUALPIPE_V) return more == (m > p);
+    return more == 0 ||
+           (kind == DT_SCHEDULE_INTERLEAVED && v > 1 && more > 0 && (m % p || more == 1));
+}
+
+/* Under ZB-V no rank idles between its first and its last action. */
+static void expect_no_idle(const dt_schedule *s, int rank, double work) {
+    const dt_span *own = spans + dt_schedule_offset(s, rank);
+    double busy = own[dt_schedule_count(s, rank) - 1].end - own[0].begin;
+    CHECK_MSG(busy == work, "%s rank %d: %g of %g", dt_schedule_name(s), rank, work, busy);
 }
 
 static void expect_figures(dt_ctx *ctx, int kind, int p, int m, int v) {
@@ -418,14 +471,13 @@ static void expect_figures(dt_ctx *ctx, int kind, int p, int m, int v) {
     machine mach;
     if (!CHECK_MSG(s != NULL, "%s", dt_error_text(ctx))) return;
     CHECK(dt_schedule_check(s, &metrics, NULL, 0) == DT_OK);
-    int crossing = p > 1 ? 2 * m * (p * v - 1) : 0;
+    int crossing = p > 1 ? 2 * m * (p * v - 1 - is_v(kind)) : 0;
     CHECK_MSG(metrics.messages == crossing, "%s p %d m %d v %d: %d messages", dt_schedule_name(s),
         p, m, v, metrics.messages);
     for (int r = 0; r < p; r++) {
         figures f = figures_of(kind, p, m, v, r, dt_schedule_micro_group(s));
         int more = dt_schedule_slots(s, r) - dt_schedule_max_in_flight(s, r);
-        int fits = more == 0 ||
-                   (kind == DT_SCHEDULE_INTERLEAVED && v > 1 && more > 0 && (m % p || more == 1));
+        int fits = slots_fit(kind, p, m, v, r, more);
         CHECK_MSG(dt_schedule_max_in_flight(s, r) == f.held && fits,
             "%s p %d m %d v %d rank %d: holds %d, not %d; %d slots", dt_schedule_name(s), p, m, v,
             r, dt_schedule_max_in_flight(s, r), f.held, dt_schedule_slots(s, r));
@@ -443,13 +495,16 @@ static void expect_figures(dt_ctx *ctx, int kind, int p, int m, int v) {
         dt_schedule_bubble own = dt_schedule_bubble_of(s, spans, r);
         CHECK(own.idle_per_work == b.idle_per_work &&
               own.idle_per_makespan == b.idle_per_makespan && own.work == b.work);
+        if (kind == DT_SCHEDULE_ZBV && m >= 2 * p) expect_no_idle(s, r, own.work);
     }
     CHECK(b.idle_per_work == (b.makespan - b.work) / b.work &&
           b.idle_per_makespan == (b.makespan - b.work) / b.makespan);
     if (p <= 8 && m <= 17) {
         machine_make(&mach, p, v, m, 1, 1, 1, 0);
+        if (is_v(kind)) machine_in_v(&mach);
         expect_times(&mach, s);
         machine_make(&mach, p, v, m, 2, 3, 1, 1);
+        if (is_v(kind)) machine_in_v(&mach);
         for (int i = 0; i < mach.stages; i++) mach.forward[i] += i % 3;
         expect_times(&mach, s);
     }
@@ -462,7 +517,7 @@ static void test_figures(void) {
         for (int m = 1; m <= 32; m++)
             for (int kind = 0; kind < DT_SCHEDULES; kind++)
                 for (int v = 1; v <= (kind == DT_SCHEDULE_INTERLEAVED ? 4 : 1); v++)
-                    expect_figures(ctx, kind, p, m, v);
+                    expect_figures(ctx, kind, p, m, is_v(kind) ? 2 : v);
     for (int p = 1; p <= 6; p++) /* exactly the legal group sizes are accepted */
         for (int m = 1; m <= 13; m++)
             for (int g = 1; g <= m + 1; g++) {
@@ -500,6 +555,7 @@ static void test_extra_slots(void) {
                 CHECK(dt_schedule_max_in_flight(s, r) == dt_schedule_max_in_flight(least, r));
             }
             machine_make(&m, 4, v, 8, 10, 10, 10, 2);
+            if (is_v(kind)) machine_in_v(&m);
             expect_times(&m, s);
             int least_time = makespan_with_plenty(&m, s), waits = m.makespan > least_time;
             CHECK_MSG(spare == 0 || !waits, "%s, %d spare: %d, not %d", dt_schedule_name(s), spare,
@@ -606,7 +662,7 @@ static void test_too_few_slots(void) {
     CHECK(dt_error(ctx) == DT_OK);
     /* the other kinds need no more slots than held micro-batches */
     for (int kind = 0; kind < DT_SCHEDULES; kind++) {
-        if (kind == DT_SCHEDULE_INTERLEAVED) continue;
+        if (kind == DT_SCHEDULE_INTERLEAVED || is_v(kind)) continue;
         d.kind = kind;
         d.ranks = 4;
         d.micros = 9;
@@ -620,7 +676,7 @@ static void test_too_few_slots(void) {
 
 enum { ACTIONS = 64 };
 typedef struct programs {
-    int count[RANKS];
+    int ranks, count[RANKS]; /* ranks: for v_stage_of_programs */
     dt_action action[RANKS][ACTIONS];
 } programs;
 
@@ -773,6 +829,10 @@ static void test_random(void) {
     CHECK_MSG(blocks == 0, "%ld blocks were not freed", blocks);
 }
 
+static int v_stage_of_programs(int rank, int chunk, void *user) {
+    return chunk ? 2 * ((const programs *)user)->ranks - 1 - rank : rank;
+}
+
 /* Swaps two actions of a rank in every kind of schedule. */
 static void test_swapped(void) {
     static programs p;
@@ -788,6 +848,7 @@ static void test_swapped(void) {
             ctx, (dt_schedule_desc){ .kind = kind, .ranks = ranks, .micros = micros });
         int chunks = dt_schedule_chunks(s);
         if (!CHECK_MSG(s != NULL, "%s", dt_error_text(ctx))) return;
+        p.ranks = ranks;
         for (int q = 0; q < ranks; q++) {
             p.count[q] = dt_schedule_count(s, q);
             memcpy(p.action[q], dt_schedule_actions(s, q), (size_t)p.count[q] * sizeof(dt_action));
@@ -800,10 +861,12 @@ static void test_swapped(void) {
                                       .micros = micros,
                                       .chunks = chunks,
                                       .generate = generate_programs,
+                                      .stage_of = is_v(kind) ? v_stage_of_programs : NULL,
                                       .user = &p,
                                       .unchecked = 1 });
         dt_schedule_metrics metrics;
         machine_make(&m, ranks, chunks, micros, 1, 1, 1, 0);
+        if (is_v(kind)) machine_in_v(&m);
         int ends = machine_run(&m, s, out);
         dt_status status = dt_schedule_check(s, &metrics, text, sizeof text);
         CHECK_MSG((status == DT_OK) == (ends && ascending(&p, ranks, chunks)), "%s", text);
@@ -896,8 +959,8 @@ static void expect_refused(dt_schedule_desc d, const char *want) {
 }
 
 static void test_refused(void) {
-    dt_schedule_desc d = { .kind = 5, .ranks = 2, .micros = 3 };
-    expect_refused(d, "rank 0: dt_schedule_make: there is no kind 5 of schedule");
+    dt_schedule_desc d = { .kind = 7, .ranks = 2, .micros = 3 };
+    expect_refused(d, "rank 0: dt_schedule_make: there is no kind 7 of schedule");
     d.kind = -1;
     expect_refused(d, "rank 0: dt_schedule_make: there is no kind -1 of schedule");
     d = (dt_schedule_desc){ .ranks = 0, .micros = 3 };
@@ -910,6 +973,9 @@ static void test_refused(void) {
                       "at least 1 of each, and no more than 67108864 in all");
     d = (dt_schedule_desc){ .kind = DT_SCHEDULE_1F1B, .ranks = 2, .micros = 3, .chunks = 2 };
     expect_refused(d, "rank 0: dt_schedule_make(1F1B): 2 chunks; only interleaved has several");
+    d = (dt_schedule_desc){ .kind = DT_SCHEDULE_ZBV, .ranks = 2, .micros = 3, .chunks = 3 };
+    expect_refused(
+        d, "rank 0: dt_schedule_make(ZB-V): 3 chunks; each rank has 2, the sides of the V");
     d = (dt_schedule_desc){ .kind = DT_SCHEDULE_ZB, .ranks = 2, .micros = 3, .extra_slots = -1 };
     expect_refused(d, "rank 0: dt_schedule_make: -1 extra slots");
     d = (dt_schedule_desc){ .kind = DT_SCHEDULE_ZB, .ranks = 2, .micros = 3, .micro_group = 2 };
@@ -1319,6 +1385,99 @@ static void test_svg_fails(void) {
     CHECK_MSG(blocks == 0, "%ld blocks were not freed", blocks);
 }
 
+/* ---- schedules as text ---- */
+
+static void expect_same(const dt_schedule *a, const dt_schedule *b) {
+    int p = dt_schedule_ranks(a), same = p == dt_schedule_ranks(b);
+    for (int i = 0; i < dt_schedule_stages(a); i++)
+        same &= dt_schedule_rank_of(a, i) == dt_schedule_rank_of(b, i);
+    for (int r = 0; r < p && same; r++) {
+        same &= dt_schedule_count(a, r) == dt_schedule_count(b, r);
+        for (int i = 0; same && i < dt_schedule_count(a, r); i++) {
+            dt_action x = dt_schedule_actions(a, r)[i], y = dt_schedule_actions(b, r)[i];
+            same &= x.phase == y.phase && x.micro == y.micro && x.stage == y.stage &&
+                    x.slot == y.slot && x.send_to == y.send_to && x.recv_from == y.recv_from;
+        }
+    }
+    CHECK_MSG(same, "%s: another schedule is read than was written", dt_schedule_name(a));
+}
+
+/* What dt_schedule_write writes, dt_schedule_read reads. */
+static void test_written(void) {
+    for (int kind = 0; kind < DT_SCHEDULES; kind++)
+        for (int p = 1; p <= 4; p++) {
+            static memory_fs fs;
+            memset(&fs, 0, sizeof fs);
+            dt_io io = memory_io(&fs);
+            dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .host = &quiet, .io = &io });
+            dt_schedule *a = dt_schedule_make(
+                ctx, (dt_schedule_desc){ .kind = kind, .ranks = p, .micros = 3 * p - kind % 2 });
+            CHECK(dt_schedule_write(ctx, "a.txt", a) == DT_OK);
+            dt_schedule *b = dt_schedule_read(ctx, "a.txt", (dt_schedule_desc){ .ranks = p });
+            if (CHECK_MSG(b != NULL, "%s", dt_error_text(ctx))) expect_same(a, b);
+            CHECK(dt_schedule_write(ctx, "a.txt", NULL) == DT_ERR_ARG);
+            dt_ctx_free(ctx);
+            memory_clear(&fs);
+            CHECK_MSG(blocks == 0, "%ld blocks were not freed", blocks);
+        }
+}
+
+static void expect_read(const char *text, size_t bytes, const char *want) {
+    static memory_fs fs;
+    memset(&fs, 0, sizeof fs);
+    dt_io io = memory_io(&fs);
+    memory_put(&fs, "b.txt", text, bytes);
+    dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .host = &quiet, .io = &io });
+    dt_schedule *s = dt_schedule_read(ctx, "b.txt", (dt_schedule_desc){ .micros = 2 });
+    const char *got = dt_error_text(ctx);
+    CHECK_MSG((s != NULL) == !*want &&
+                  (s || (strncmp(got, "rank 0: b.txt", 13) == 0 && strcmp(got + 13, want) == 0)),
+        "'%s', not '%s'", got, want);
+    dt_ctx_free(ctx);
+    memory_clear(&fs);
+    CHECK_MSG(blocks == 0, "%ld blocks were not freed", blocks);
+}
+
+static void test_read(void) {
+    static const struct {
+        const char *text, *want;
+    } cases[] = {
+        { "# a comment\n\n ranks 2,chunks 1 , micros 2\r\nrank 0: F(micro 0)F( micro 1 ) B(micro "
+          "0) "
+          "B(micro 1, chunk 0) # end\nrank 1: F(micro 0) B(micro 0)\nrank 1:F(micro 1)B(micro 1)",
+            "" },
+        { "", ":1: 'ranks P, chunks V, micros M' is needed, not ''" },
+        { "rank 0: F(micro 0)", ":1: 'ranks P, chunks V, micros M' is needed, not 'rank 0: F(micro "
+                                "0)'" },
+        { "ranks 1, chunks 1, micros 3", ":1: a schedule of 3 micro-batches, but 2 are needed" },
+        { "\nranks 0, chunks 1, micros 2", ":2: 0 ranks; use 1 to 1048576" },
+        { "ranks 999999, chunks 99, micros 2", ":1: 999999 x 99 stages; use no more than 1048576" },
+        { "ranks 1, chunks 1, micros 9999999999",
+            ":1: 'ranks P, chunks V, micros M' is needed, not 'ranks 1, chunks 1, micros "
+            "9999999999'" },
+        { "ranks 1, chunks 1, micros 2\nB(micro 0)", ":2: 'rank R:' is needed, not 'B(micro 0)'" },
+        { "ranks 1, chunks 1, micros 2\nrank 1: F(micro 0)", ":2: rank 1 of 1, counted from 0" },
+        { "ranks 1, chunks 1, micros 2\nrank 0: F(micro 0) G(micro 1)",
+            ":2: F, B, I or W(micro j, chunk c) is needed, not 'G(micro 1)'" },
+        { "ranks 1, chunks 1, micros 2\nrank 0: F(micro 0) F(micro 2)",
+            ":2: rank 0: F(micro 2, chunk 0): there are 2 micro-batches and 1 chunks, counted from "
+            "0" },
+        { "ranks 1, chunks 1, micros 2\nrank 0: F(micro 0) F(micro 0)\n\nrank 0: F(micro 0)",
+            ": rank 0: F(micro 0) (line 2) comes a second time, as its action 1" },
+        { "ranks 1, chunks 1, micros 2\nrank 0: F(micro 0) B(micro 0)\nrank 0: B(micro 1)\nrank 0: "
+          "F(micro 1)",
+            ": deadlock: rank 0 waits at B(micro 1) (line 3) for F(micro 1) (line 4), which is "
+            "queued behind B(micro 1) (line 3)" },
+        { "ranks 1, chunks 2, micros 2\nrank 0: stages 1", ":2: a stage for each chunk is needed, "
+                                                           "not ''" },
+        { "ranks 1, chunks 2, micros 2\nrank 0: stages 1 0\nrank 0: stages 0 1",
+            ":3: rank 0 has its stages already" },
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
+        expect_read(cases[i].text, strlen(cases[i].text), cases[i].want);
+    expect_read("ranks 1, chunks 1, micros 2\n\0", 29, ":1: the file has a NUL");
+}
+
 int main(void) {
     quiet = *dt_host_default();
     quiet.log = silent;
@@ -1340,5 +1499,7 @@ int main(void) {
     test_text();
     test_svg();
     test_svg_fails();
+    test_written();
+    test_read();
     return check_done("test_schedule");
 }

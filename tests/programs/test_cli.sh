@@ -106,8 +106,8 @@ try 2 'ep 3 does not divide --experts 4; use --ep 2' --experts 4 --ep 3 --batch 
 try 2 'top-k 3 of --experts 2; use --top-k 2' --experts 2 --top-k 3
 for x in 0 -4 4.5 many ''; do try 2 'experts' --experts "$x"; done
 for x in 0 -1 nan dropful ''; do try 2 'capacity' --capacity "$x" --experts 2; done
-try 2 'save-model: other programs. formats do not have these MoE layers; use --save' --experts 2 --save-model "$dir/none"
-try 2 'model with --experts' --experts 2 --model tests/golden/hf_gpt2
+try 2 'save-model: other programs. formats do not have these MoE layers, only those of Mixtral' --experts 2 --save-model "$dir/none"
+try 2 'experts 2: the model in .* has dense; leave --experts out' --experts 2 --model tests/golden/hf_gpt2
 try 2 '3 groups do not divide --experts 4; use 2:1$' --experts 4 --expert-groups 3:1
 try 2 '1 groups of 2 experts have fewer than --top-k 4; use 4:2$' --experts 8 --top-k 4 --expert-groups 4:1
 for x in 1:2 2 0:0 a:1 2:1:1 ''; do try 2 'expert-groups' --experts 4 --expert-groups "$x"; done

@@ -86,7 +86,17 @@ same '{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "g
     --ranks 2 --micro-batch 2 --accum 3 --clip 0.5
 same '{"bf16": {"enabled": true}, "fp16": {"enabled": false}, "zero_optimization": {"stage": 1, "overlap_comm": false,
        "reduce_bucket_size": 5e8}}' "" --dtype bf16 --zero 1 --overlap off
-same '{"fp16": {"enabled": true, "loss_scale": 0, "hysteresis": 2}}' "" --dtype f16 --loss-scale dynamic
+same '{"fp16": {"enabled": true, "loss_scale": 0, "hysteresis": 2}}' "" --dtype f16 --loss-scale dynamic \
+    --loss-scale-hysteresis 2
+same '{"fp16": {"enabled": true, "initial_scale_power": 12, "loss_scale_window": 500, "min_loss_scale": 4}}' "" --dtype f16 \
+    --loss-scale-init 4096 --loss-scale-window 500 --loss-scale-min 4
+same '{"fp16": {"enabled": false, "initial_scale_power": 12, "hysteresis": 3}}' ""
+same '{"pipeline": {"stages": 2, "partition": "uniform", "activation_checkpoint_interval": 1, "seed_layers": true}}' "" \
+    --pp 2 --partition even --recompute full:1
+same '{"pipeline": {"stages": "auto", "partition": "best", "activation_checkpoint_interval": 0}}' "--pp 2" --pp 2 --partition cost
+same '{"train_batch_size": "auto", "gradient_clipping": "auto", "fp16": {"enabled": "auto", "loss_scale": 0},
+       "zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}}}' \
+    "--batch 8 --lr 0.5" --batch 8 --lr 0.5 --zero 2 --optimizer adamw
 same '{"fp16": {"enabled": true, "loss_scale": 128}}' "" --dtype f16 --loss-scale 128
 same '{"fp16": {"enabled": false, "loss_scale": 128}}' ""
 same "{\"zero_optimization\": {\"stage\": 3, \"offload_optimizer\": {\"device\": \"nvme\", \"nvme_path\": \"$dir\"},
@@ -131,6 +141,12 @@ report $? "the settings say which of flag, file and default set a value, and 3e-
 offload="\"nvme_path\": \"$dir\"}, \"stage\": 1}, \"steps_per_print\": 10}"
 settings "{\"zero_optimization\": {\"offload_optimizer\": {\"device\": \"nvme\", $offload"
 grep -q 'ignored keys: steps_per_print$' "$dir/out"
+report $? "steps_per_print is ignored"
+settings '{"train_batch_size": "auto", "bf16": {"enabled": "auto"}, "wandb": {}}'
+grep -q 'config.json   auto keys, left as they are: bf16.enabled train_batch_size   ignored keys: wandb$' "$dir/out"
+report $? "auto keys are printed"
+settings "{\"zero_optimization\": {\"offload_optimizer\": {\"device\": \"nvme\", $offload"
+grep -q 'ignored keys: steps_per_print$' "$dir/out"
 report $? "nvme_path is not ignored with device nvme"
 settings "{\"zero_optimization\": {\"offload_optimizer\": {\"device\": \"cpu\", $offload"
 grep -q 'ignored keys: steps_per_print zero_optimization.offload_optimizer.nvme_path$' "$dir/out"
@@ -149,6 +165,9 @@ refused 1:52 'zero_optimization.offload_param.device: "disk": the legal values a
 refused 1:24 'optimizer.type: "Lamb": the legal values are Adam\|AdamW\|SGD\|OneBitAdam' '{"optimizer": {"type": "Lamb"}}'
 refused 1:36 'optimizer.params.betas: two numbers' '{"optimizer": {"params": {"betas": [0.9]}}}'
 refused 1:37 'optimizer.params.betas: a number is needed' '{"optimizer": {"params": {"betas": ["a", 0.9]}}}'
+refused 1:28 'pipeline.partition: "parameters": the legal values are best\|uniform' '{"pipeline": {"partition": "parameters"}}'
+refused 1:24 'pipeline.stage: unknown key; the nearest is pipeline.stages' '{"pipeline": {"stage": 2}}'
+refused 1:8 'lr: a number is needed' '{"lr": "auto"}'
 refused 1:44 'optimizer.params.lr: --lr is given twice' '{"lr": 0.1, "optimizer": {"params": {"lr": 0.2}}}'
 refused 1:48 'fp16.enabled: --dtype is given twice' '{"bf16": {"enabled": true}, "fp16": {"enabled":true}}'
 refused 1:28 'gradient_checkpointing: true or false' '{"gradient_checkpointing": "yes"}'

@@ -99,6 +99,7 @@ static void compare_with_transformers(
     int64_t n = 0;
     const double *logits = golden_get(g, "logits", &n), *loss = golden_get(g, "loss", NULL);
     c.dtype = dtype;
+    c.balance = 0; /* the stored gradients are those of the cross-entropy */
     gpt m = gpt_register(ctx, c);
     CHECK_MSG(
         gpt_load(&m, path_of(golden_folder, file)) == DT_OK, "%s: %s", file, dt_error_text(ctx));
@@ -150,12 +151,13 @@ enum { PART_MODELS = sizeof part_models / sizeof *part_models };
 
 static void compare_all_with_transformers(void) {
     static const char *const files[][2] = { { "hf_gpt2", "hf_gpt2/vectors.bin" },
-        { "hf_llama", "hf_llama/vectors.bin" },
+        { "hf_llama", "hf_llama/vectors.bin" }, { "hf_mixtral", "hf_mixtral/vectors.bin" },
         { "hf_llama_bf16/model.safetensors", "hf_llama_bf16/vectors.bin" },
         { "llmc_v3.bin", "llmc_v3.vectors.bin" }, { "llmc_v5.bin", "llmc_v5.vectors.bin" } };
-    for (int i = 0; i < 5; i++) {
+    for (int i = 0; i < 6; i++) {
         compare_with_transformers(files[i][0], files[i][1], DT_F64, 1e-12);
         compare_with_transformers(files[i][0], files[i][1], DT_F32, 1e-5);
+        if (i == 2) continue; /* in 16 bits some tokens choose other experts */
         compare_with_transformers(files[i][0], files[i][1], DT_BF16, 0.15);
         compare_with_transformers(files[i][0], files[i][1], DT_F16, 0.01);
     }
@@ -510,9 +512,9 @@ static void give_latent(gpt_config *c, int which) {
     c->experts = 4, c->top_k = 2, c->shared_experts = 2, c->moe_ffn = 9, c->first_dense = 1;
     c->route = DT_ROUTE_SIGMOID, c->expert_groups = 2, c->top_groups = 1, c->gate_scale = 2.5;
 }
-enum { MODELS = 12 };
+enum { MTP_MODEL = 11, MIXTRAL = 12, MODELS };
 
-/* One of the models: GPT-2 or Llama, untied or tied, or one with parts or latent attention. */
+/* One of the models: GPT-2 or Llama, untied or tied, one with parts or latent attention, Mixtral. */
 static gpt_config random_config(int which) {
     gpt_config c = { .layers = 3,
         .width = 24,
@@ -527,7 +529,8 @@ static gpt_config random_config(int which) {
         .norm_eps = 2e-5 };
     if (c.arch == GPT_LLAMA) c.kv_heads = 2, c.ffn = 40, c.theta = 777;
     if (which > 3 && which < 10) give_parts(&c, which);
-    if (which > 9) give_latent(&c, which);
+    if (which == 10 || which == MTP_MODEL) give_latent(&c, which);
+    if (which == MIXTRAL) c.experts = 3, c.top_k = 2, c.moe_every = 1, c.balance = 0.5;
     return c;
 }
 
@@ -581,7 +584,8 @@ static int same_config(gpt_config a, gpt_config b) {
     return a.arch == b.arch && a.layers == b.layers && a.width == b.width && a.heads == b.heads &&
            a.ffn == b.ffn && a.kv_heads == b.kv_heads && a.seq == b.seq && a.vocab == b.vocab &&
            a.tied == b.tied && a.norm_eps == b.norm_eps && a.mtp == b.mtp &&
-           memcmp(&a.mla, &b.mla, sizeof a.mla) == 0 && a.experts == b.experts &&
+           (a.mla.kv_rank || a.balance == b.balance) && memcmp(&a.mla, &b.mla, sizeof a.mla) == 0 &&
+           a.experts == b.experts &&
            (!a.experts ||
                (a.top_k == b.top_k && a.shared_experts == b.shared_experts &&
                    a.moe_ffn == b.moe_ffn && a.first_dense == b.first_dense && a.route == b.route &&
@@ -642,15 +646,17 @@ static void round_trip(int which, dt_dtype dtype, int64_t shard) {
 
 /* Saves each model in its own folder of `top`, with its logits. */
 static int save_models(const char *top) {
-    for (int which = 0; which < MODELS - 1; which++) { /* transformers has no model 11 */
+    for (int which = 0; which < MODELS; which++) {
+        if (which == MTP_MODEL) continue; /* transformers has no such model */
         char name[64], line[256];
         int32_t ids[2 * 16];
         dt_ctx *ctx = make_ctx();
         gpt_config c = random_config(which);
         snprintf(name, sizeof name, "%s_%s",
-            which == 10 ? "deepseek"
-            : c.arch    ? gpt_model_types[gpt_file_model(&c)]
-                        : "gpt2",
+            which == 10        ? "deepseek"
+            : which == MIXTRAL ? "mixtral"
+            : c.arch           ? gpt_model_types[gpt_file_model(&c)]
+                               : "gpt2",
             c.tied ? "tied" : "untied");
         if (which == 4) strcat(name, "_3");
         const char *folder = new_folder(top, name);
@@ -1306,7 +1312,7 @@ static void registrations_refused(void) {
         const char *says;
         gpt_config c;
     } cases[] = { { NULL, good }, { NULL, good }, { NULL, good },
-        { "cannot both have a tied embedding", good },
+        { "stage_rank must give each rank equally many", good },
         { "stage_begin must rise from 0 to 6", good },
         { "stage_begin must rise from 0 to 6", good }, { "3 per token", good },
         { "capacity -1", good }, { "head_dim must be even", good }, { "window and", good },
@@ -1315,7 +1321,7 @@ static void registrations_refused(void) {
     cases[1].c.stages = 1, cases[1].c.stage_begin = once;
     cases[2].c.stages = cases[3].c.stages = 2,
     cases[2].c.stage_begin = cases[3].c.stage_begin = halves;
-    cases[3].c.tied = 1;
+    cases[3].c.stage_rank = halves; /* rank 0 has one stage, and there is no rank 3 */
     cases[4].c.stages = 3, cases[4].c.stage_begin = back;
     cases[5].c.stages = 1, cases[5].c.stage_begin = late;
     cases[6].c.experts = 2, cases[6].c.top_k = 3;
@@ -1386,17 +1392,7 @@ int main(int argc, char **argv) {
         cache_equals_window(which, DT_F16, 8, 0.01);
         permutation_and_documents(which);
         dropout_and_recompute(which);
-        dropout_keys(which);
-    }
-    for (int which = 4; which < 6; which++) {
-        round_trip(which, DT_F64, 0);
-        round_trip(which, DT_BF16, 0);
-        for (int prompt = 1; prompt < 16; prompt += 7) {
-            cache_equals_window(which, DT_F64, prompt, 1e-12);
-            cache_equals_window(which, DT_F32, prompt, 1e-5);
-        }
-        permutation_and_documents(which);
-        dropout_and_recompute(which);
+        if (which < 10) dropout_keys(which); /* it counts the sites of dense models */
     }
     deepseek_logits("hf_deepseek", DT_F64, 1e-12);
     deepseek_logits("hf_deepseek", DT_F32, 1e-5);
@@ -1409,6 +1405,7 @@ int main(int argc, char **argv) {
     for (int rank = 0; rank < 2; rank++) {
         load_sharded("hf_gpt2", rank);
         load_sharded("hf_llama", rank);
+        load_sharded("hf_mixtral", rank);
         load_sharded("llmc_v3.bin", rank);
     }
     sampling();

@@ -19,8 +19,8 @@ $MAKE -s "$B/test_gpt" && "$B/test_gpt" --save "$dir" && \
 grep -E '^(ok|WRONG)' "$dir/said" 2>/dev/null | sed 's/^WRONG/FAIL/'
 : >>"$dir/said"
 passed=$(grep -c '^ok' "$dir/said") failed=$(grep -c '^WRONG' "$dir/said")
-if [ $((passed + failed)) != 11 ]; then
-    echo "FAIL test_hf: $passed of 11 models were loaded"
+if [ $((passed + failed)) != 12 ]; then
+    echo "FAIL test_hf: $passed of 12 models were loaded"
     tail -n 3 "$dir/err"
     failed=$((failed + 1))
 fi

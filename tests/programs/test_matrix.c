@@ -119,7 +119,7 @@ static const field fields[] = {
     F(bias, 0, 1),
     F(deep, DEEP_NONE, DEEP_LATENT, DEEP_LATENT_MTP, DEEP_MTP),
     F(sched, DT_SCHEDULE_NAIVE, DT_SCHEDULE_AFAB, DT_SCHEDULE_1F1B, DT_SCHEDULE_INTERLEAVED,
-        DT_SCHEDULE_ZB),
+        DT_SCHEDULE_ZB, DT_SCHEDULE_ZBV, DT_SCHEDULE_DUALPIPE_V),
     F(chunks, 1, 2, 3),
     F(cut, CUT_EVEN, CUT_ENDS, CUT_LIST, CUT_LIST_2),
     F(sp, 0, 1),
@@ -208,16 +208,21 @@ static spec alone_of(spec s) {
 }
 
 /* The rules that make a draw invalid, by number; 0: the draw is valid. They only do arithmetic. */
-enum { RULES = 17 };
+enum { RULES = 16 };
 static const char *const rules[RULES] = { "one value has no effect with the other",
     "more stages than items of the model", "key heads over tp", "query heads over key heads",
     "rotary embedding of heads of odd width", "tokens over cp by zigzag",
     "heads over cp by ulysses", "data group by shard groups", "kept gathered below stage 3",
     "parameters offloaded below stage 3", "top_k above the number of experts",
-    "several chunks without the interleaved schedule",
-    "zero-bubble with fewer micro-batches than ranks",
-    "a tied head or multi-token prediction, and the embedding, in two stages of one rank",
-    "f64 on a device", "forked processes on a device", "NCCL without devices" };
+    "several chunks without the interleaved schedule, or a V without two",
+    "zero-bubble with fewer micro-batches than ranks", "f64 on a device",
+    "forked processes on a device", "NCCL without devices" };
+
+/* 1: a pipeline in a V, whose rank r has stages r and 2 pp - 1 - r. */
+static int is_v(spec s) { return s.sched == DT_SCHEDULE_ZBV || s.sched == DT_SCHEDULE_DUALPIPE_V; }
+static int rank_of_stage(spec s, int stage) {
+    return is_v(s) && stage >= s.pp ? 2 * s.pp - 1 - stage : stage % s.pp;
+}
 
 static int refusal(spec s) {
     char why[300];
@@ -236,12 +241,12 @@ static int refusal(spec s) {
     if (s.keep && s.stage < 3) return 8;
     if (s.offload >= OFF_ALL && s.stage < 3) return 9;
     if (s.experts > 0 && s.top_k > experts_of(s)) return 10;
-    if (gpt && (s.tied || modules_of(s)) && s.chunks > 1 && s.pp == 1) return 13;
-    if (s.chunks > 1 && s.sched != DT_SCHEDULE_INTERLEAVED) return 11;
+    if (s.sched != DT_SCHEDULE_INTERLEAVED && stages_of(s) > 1 && s.chunks != (is_v(s) ? 2 : 1))
+        return 11;
     if (s.pp > 1 && s.sched == DT_SCHEDULE_ZB && s.accum < s.pp) return 12;
-    if (s.devices && s.type == TYPE_F64) return 14;
-    if (s.devices && s.procs) return 15;
-    if (s.net == NET_NCCL && !s.devices) return 16;
+    if (s.devices && s.type == TYPE_F64) return 13;
+    if (s.devices && s.procs) return 14;
+    if (s.net == NET_NCCL && !s.devices) return 15;
     return 0;
 }
 
@@ -380,7 +385,7 @@ static own_model own_register(dt_ctx *ctx, spec s, const dt_mesh *mesh, const in
         .ep = mesh->ep,
         .outside = s.sp ? DT_SHARD(1) : DT_REPLICATE };
     for (int stage = 0; stage < stages_of(s); stage++) {
-        if (stage % s.pp != mesh->coord.pp) continue;
+        if (rank_of_stage(s, stage) != mesh->coord.pp) continue;
         dt_stage(ctx, stage);
         for (int i = first[stage]; i < first[stage + 1]; i++) own_register_item(&m, i);
     }
@@ -719,6 +724,7 @@ typedef struct job {
     gpt g;
     own_model own;
     int first[MOST_ITEMS + 1]; /* items of the stages */
+    int rank[MOST_ITEMS];      /* ranks of the stages */
     dt_zero *zero;
     dt_schedule *schedule; /* NULL: no pipeline */
     batch b;
@@ -916,10 +922,12 @@ static void register_model(job *j) {
         .ep = j->mesh.ep,
         .pp = j->mesh.pp,
         .stages = stages_of(s),
-        .stage_begin = j->first };
+        .stage_begin = j->first,
+        .stage_rank = is_v(s) ? j->rank : NULL };
     stage_begins(s, j->first);
     make_deep(s, &config);
     fit_lora(s, &config);
+    for (int stage = 0; stage < stages_of(s); stage++) j->rank[stage] = rank_of_stage(s, stage);
     if (s.model == MODEL_GPT)
         j->g = gpt_register(j->ctx, config);
     else
@@ -966,8 +974,10 @@ static double pipeline_bytes(const job *j) {
     spec s = j->s;
     double bytes = 0;
     for (int stage = 0; stage + 1 < stages_of(s); stage++)
-        for (int end = 0; end < 2 && s.pp > 1; end++)
-            if ((stage + end) % s.pp == j->mesh.coord.pp) bytes += s.accum * edge_bytes(j, stage);
+        for (int end = 0; end < 2; end++)
+            if (rank_of_stage(s, stage + end) == j->mesh.coord.pp &&
+                rank_of_stage(s, stage + 1 - end) != j->mesh.coord.pp)
+                bytes += s.accum * edge_bytes(j, stage);
     for (int u = 0; u < j->zero->n_buckets; u++) {
         const dt__zero_bucket *z = &j->zero->buckets[u];
         if (!z->bucket.frozen && dt__tied_group(j->zero, &z->bucket))
@@ -984,9 +994,10 @@ static double most_exchanged(const job *j) {
            mixtures = 0;
     for (int stage = 0; stage < stages_of(s); stage++)
         for (int i = j->first[stage]; i < j->first[stage + 1]; i++)
-            mixtures +=
-                stage % s.pp == j->mesh.coord.pp && i > 0 && i % 2 == 0 && is_mixture(s, i / 2 - 1);
-    for (int k = 0; k < modules_of(s) && j->mesh.coord.pp == s.pp - 1; k++)
+            mixtures += rank_of_stage(s, stage) == j->mesh.coord.pp && i > 0 && i % 2 == 0 &&
+                        is_mixture(s, i / 2 - 1);
+    for (int k = 0; k < modules_of(s) && rank_of_stage(s, stages_of(s) - 1) == j->mesh.coord.pp;
+         k++)
         mixtures += is_mixture(s, s.layers + k);
     return s.ep == 1 ? 0
                      : rows * mixtures * heads_of(s) * s.dim * (s.recompute >= REC_FULL ? 1.5 : 1);
@@ -1335,17 +1346,18 @@ static int variant_of(spec s) {
 /* Another schedule, or no pipeline if no weight is tied across stages. */
 static void other_pipeline(spec *p) {
     static const int kinds[] = { DT_SCHEDULE_AFAB, DT_SCHEDULE_1F1B, DT_SCHEDULE_INTERLEAVED,
-        DT_SCHEDULE_ZB, DT_SCHEDULE_NAIVE };
+        DT_SCHEDULE_ZBV, DT_SCHEDULE_ZB, DT_SCHEDULE_DUALPIPE_V, DT_SCHEDULE_NAIVE };
     int turn = variant_of(*p) / 3, was = p->sched;
     int tied = (p->tied || modules_of(*p)) && p->model == MODEL_GPT;
     spec no = *p;
     no.pp = no.chunks = 1;
-    if (stages_of(*p) == 1) return;
+    /* in a V, tied weights sum their micro-batches in another order than elsewhere */
+    if (stages_of(*p) == 1 || (tied && is_v(*p))) return;
     p->cut = (p->cut + 1 + turn % 3) % 4;
-    p->chunks = 1;
-    for (int i = 0; i < 5; i++) {
-        p->sched = kinds[(turn + i) % 5];
-        if (p->sched == was || refusal(*p)) continue;
+    for (int i = 0; i < 7; i++) {
+        p->sched = kinds[(turn + i) % 7];
+        p->chunks = is_v(*p) ? 2 : 1;
+        if (p->sched == was || refusal(*p) || (tied && is_v(*p))) continue;
         spec more = *p;
         more.chunks = 2 + turn % 2;
         if (p->sched == DT_SCHEDULE_INTERLEAVED && refusal(more)) more.chunks = 2;
@@ -1503,6 +1515,10 @@ static const char *const named[] = {
     "lora=5,tp=2,sp=1,dp=2,llama=1,heads=1,dim=64,ffn=128,seq=2,vocab=17,stage=3,steps=2",
     "lora=5,pp=2,sched=4,accum=3,llama=1,layers=2,heads=2,dim=32,ffn=64,seq=2,vocab=17,steps=2,"
     "offload=1",
+    "dp=2,tp=2,cp=2,pp=2,accum=4,sched=5,chunks=2,layers=2,heads=1,dim=4,ffn=16,seq=4,vocab=17,"
+    "tied=1,stage=3,recompute=1,clip=1,steps=3",
+    "tp=2,sp=1,ep=2,pp=4,accum=8,sched=6,chunks=2,layers=3,heads=1,dim=4,ffn=7,seq=2,vocab=17,"
+    "experts=2,top_k=2,tied=1,stage=2,clip=1,steps=2",
 };
 enum { NAMED = sizeof named / sizeof *named };
 
@@ -1543,7 +1559,7 @@ static spec random_spec(uint64_t seed, int number, int attempt) {
         s.chunks = 2 + (s.pp < 4 && number / 4 % 2);
         s.accum = s.pp + 1;
     }
-    if (s.sched != DT_SCHEDULE_INTERLEAVED) s.chunks = 1;
+    if (s.sched != DT_SCHEDULE_INTERLEAVED) s.chunks = is_v(s) && s.pp > 1 ? 2 : 1;
     /* most cases have several micro-batches */
     if (s.accum == 1 && draw(seed, (uint64_t)(attempt + number * 7919)) % 8) s.accum = 2;
     if (heads_of(s) * s.dim > WIDEST) s.heads = 1;
@@ -1733,6 +1749,8 @@ static int pair_refusal(int i, int a, int k, int b) {
     }
     *value_of(&s, &fields[i]) = fields[i].values[a];
     *value_of(&s, &fields[k]) = fields[k].values[b];
+    if (is_v(s) && strcmp(fields[i].name, "chunks") != 0 && strcmp(fields[k].name, "chunks") != 0)
+        s.chunks = 2;
     if ((needs[i] == NEEDS_PP || needs[k] == NEEDS_PP) && stages_of(s) == 1) s.chunks = 2;
     return index_of(s, i) == a && index_of(s, k) == b ? refusal(s) : 0;
 }
@@ -1744,6 +1762,7 @@ static int find_pair(uint64_t seed, int i, int a, int k, int b, spec *s) {
         s->type = TYPE_F64;
         if (i >= FIRST) *value_of(s, &fields[i]) = fields[i].values[a];
         if (k >= FIRST) *value_of(s, &fields[k]) = fields[k].values[b];
+        if (is_v(*s) && s->pp > 1) s->chunks = 2;
         if (index_of(*s, i) == a && index_of(*s, k) == b && refusal(*s) == 0) return 1;
     }
     return 0;

@@ -112,7 +112,8 @@ static void draw_state(setup *c) {
 /* Draws a configuration; train_gpt may refuse it. */
 static void draw_config(setup *c) {
     static const char *const kinds[] = { "ring", "zigzag", "allgather", "ulysses" };
-    static const char *const schedules[] = { "naive", "afab", "1f1b", "interleaved", "zb" };
+    static const char *const schedules[] = { "naive", "afab", "1f1b", "interleaved", "zb", "zbv",
+        "dualpipe-v" };
     int axis[5] = { 1, 1, 1, 1, 1 }, dp, tp, cp, pp, ep;
     for (int twos = draw(4); twos > 0; twos--) axis[draw(5)] *= 2;
     dp = axis[0], tp = axis[1], cp = axis[2], pp = axis[3], ep = axis[4];
@@ -121,7 +122,7 @@ static void draw_config(setup *c) {
     if (tp > 1 && draw(2)) add(c, "--sp on");
     if (cp > 1) add(c, "--cp-kind %s", kinds[draw(4)]);
     if (pp > 1) {
-        int kind = draw(5);
+        int kind = draw(7);
         add(c, "--schedule %s", schedules[kind]);
         if (kind == 3) add(c, "--chunks %d", 1 + draw(3));
     }
@@ -315,16 +316,18 @@ static double activations(const char *schedule) {
 }
 
 /* The activations of a schedule, relative to those of 1F1B, are near the number of micro-batches
-   that its first rank holds: (2 (p - 1) + (v - 1) p + 1) / (v p) for interleaved 1F1B. ZB-H1 holds as
-   many as 1F1B, some of them between I and W. */
+   that its first rank holds: (2 (p - 1) + (v - 1) p + 1) / (v p) for interleaved 1F1B. ZB-H1 and
+   ZB-V hold as many as 1F1B, some of them between I and W, and DualPipe-V half a micro-batch
+   more. */
 static void test_schedules(void) {
     static const struct {
         const char *name;
         double ideal, most;
     } kinds[] = { { "interleaved --chunks 2", 1.375, 1.40 },
-        { "interleaved --chunks 4", 1.1875, 1.25 }, { "zb", 1, 1.30 } };
+        { "interleaved --chunks 4", 1.1875, 1.25 }, { "zb", 1, 1.30 }, { "zbv", 1, 1.25 },
+        { "dualpipe-v", 1.125, 1.25 } };
     double base = activations("1f1b");
-    for (int i = 0; i < 3 && !DT__ASAN; i++) {
+    for (int i = 0; i < 5 && !DT__ASAN; i++) {
         double ratio = activations(kinds[i].name) / base;
         printf("activations at p 4, m 16, %s: %.3f x 1F1B\n", kinds[i].name, ratio);
         CHECK_MSG(ratio <= kinds[i].most, "%s holds %.3f x the activations of 1F1B, not %.3f",

@@ -316,8 +316,8 @@ try 2 'min-ranks 3 of --ranks 2; use --min-ranks 2 or less' --ranks 2 --min-rank
 
 # ---- settings -------------------------------------------------------------------------------------------------------
 
-for x in "layers 3" "width 32" "heads 4" "kv-heads 1 --arch llama" "ffn 32" "seq 8" "vocab 300" "tie off" "experts 2" \
-    "shuffle on" "seed 7" "optimizer adam" "dtype bf16" "arch llama --ffn 64"; do
+for x in "layers 3" "width 32" "heads 4" "kv-heads 1 --arch llama" "ffn 32" "vocab 300" "tie off" "experts 2" \
+    "seed 7" "optimizer adam" "arch llama --ffn 64"; do
     how="^error: --resume $dir/a: --(${x%% *}|arch) was .*, and is .* now: that would be a different training run"
     timeout $((20 * SLOW)) "$B/train_gpt" $(sed "s/--${x%% *} [^ ]*//" <<<"$tiny") $small --${x} --resume "$dir/a" \
         >"$dir/out" 2>"$dir/err"
@@ -336,6 +336,42 @@ done
 [ "$(grep -c 'from here on' "$dir/out")" = 9 ] && grep -q "^resumed $dir/a/step-6   step 6 of 8$" "$dir/out" &&
     grep -q '^step *7/8' "$dir/out"
 report $? "the run prints all changed options: $(grep 'from here on' "$dir/out" | tr -s ' ' | tr '\n' ' ')"
+try 2 "^error: --resume $dir/a: --seq was 16, and is 8 now: a GPT-2 with 16 positions would lose some" $small --seq 8 \
+    --resume "$dir/a"
+
+# ---- going on with more data, longer sequences, another type, another order. With --lr 0 the model stays as it is, so
+# the loss of a step is that of the step of an undisturbed run which reads the same sequences.
+head -c 1000 README.md >"$dir/data"
+still="--layers 1 --width 16 --heads 2 --batch 4 --lr 0 --data $dir/data"
+goes() { # goes STEP "ARGS of the saved run" "ARGS of the resumed run" PATTERN...: step 5 has the loss (5 digits) of step STEP of a run with ARGS
+    local step=$1 first=$2 then=$3 x
+    shift 3
+    rm -rf "$dir/g"
+    timeout $((60 * SLOW)) "$B/train_gpt" $still $first --steps 4 --quiet --save "$dir/g" 2>"$dir/err"
+    head -c 5000 README.md >"$dir/data"
+    timeout $((60 * SLOW)) "$B/train_gpt" $still $then --steps 5 --resume "$dir/g" --log-csv "$dir/g.csv" >"$dir/out" 2>>"$dir/err" &&
+        timeout $((60 * SLOW)) "$B/train_gpt" $still $then --steps 9 --quiet --log-csv "$dir/w.csv" 2>>"$dir/err"
+    report $? "$then after $first runs"
+    for x in "$@"; do
+        grep -Eq -- "^        $x\$" "$dir/out"
+        report $? "$then after $first prints: $x"
+    done
+    [ -n "$(grep '^5,' "$dir/g.csv")" ] && [ "$(grep '^5,' "$dir/g.csv" | cut -d, -f2 | cut -c1-7)" = "$(grep "^$step," "$dir/w.csv" | cut -d, -f2 | cut -c1-7)" ]
+    report $? "$then after $first: another loss than that of the same sequences"
+    head -c 1000 README.md >"$dir/data"
+}
+more="the data had 1000 tokens, and has 5000 from here on"
+goes 5 "--seq 8" "--seq 8" "$more" 'the run continues at sequence 16 of 624 \(from 0\) in epoch 0'
+goes 3 "--seq 8" "--seq 16" "$more" '--seq was 8, and is 16 from here on' 'the run continues at sequence 8 of 312 .*' \
+    'positions 8 to 15 of wpe begin at random, their optimizer state at 0'
+goes 3 "--seq 8 --arch llama" "--seq 16 --arch llama --ranks 2 --zero 3" 'the run continues at sequence 8 of 312 .*'
+goes 5 "--seq 8" "--seq 8 --dtype f64" '--dtype was f32, and is f64 from here on' \
+    "parameters are the nearest f64 of the checkpoint's parameters, as is optimizer state"
+goes 5 "--seq 8 --dtype f64" "--seq 8 --dtype bf16" \
+    "parameters are the nearest bf16 of .* parameters, .*; f32 master weights begin from the parameters"
+goes 5 "--seq 8" "--seq 8 --shuffle on" '--shuffle was off, and is on from here on' \
+    'the run continues at sequence 16 of 624 .*, in the new order: this epoch may read some sequences twice'
+
 head -c 4000 README.md >"$dir/other"
 timeout $((20 * SLOW)) "$B/train_gpt" ${tiny/$dir\/text/$dir/other} $small --resume "$dir/a" >"$dir/out" 2>"$dir/err"
 [ $? = 1 ] && grep -q 'trained on data of 5000 tokens, but this data has 4000$' "$dir/err"

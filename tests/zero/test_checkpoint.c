@@ -18,6 +18,8 @@
    elastic  8 ranks, then 6, 4 and 8, with the tree: the bits of 8 ranks without a stop.
    forms    The contents of a checkpoint: tensors as transformers names them, numbers; and which
              checkpoints are refused, with which text.
+   converts Checkpoints loaded as another type, and with more positions: every value is the nearest
+             one, of the master weights where the checkpoint has them.
    golden   The first checkpoint of this format, which every later version must load. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
@@ -79,6 +81,7 @@ static const layout layouts[] = {
     L(1, 1, 1, 2, 1, 0, 0, .sched = DT_SCHEDULE_INTERLEAVED, .chunks = 2),
     L(2, 1, 1, 2, 1, 3, 0, .sched = DT_SCHEDULE_1F1B, .background = 1),
     L(2, 1, 1, 2, 1, 2, 0, .sched = DT_SCHEDULE_ZB),
+    L(2, 1, 1, 2, 1, 3, 0, .sched = DT_SCHEDULE_ZBV, .chunks = 2),
     L(1, 2, 2, 2, 1, 1, 0, .sched = DT_SCHEDULE_1F1B),
     L(2, 1, 1, 1, 1, 3, 0, .offload_optim = scratch, .offload_params = scratch),
     L(2, 1, 1, 1, 1, 1, 0, .offload_optim = "cpu"),
@@ -516,9 +519,6 @@ static void other_programs(void) {
     bad.model.layers = 1;
     expect_load_refused("another depth", bad, "which this program has not");
     bad = r;
-    bad.model.dtype = DT_BF16;
-    expect_load_refused("another type", bad, "F32");
-    bad = r;
     bad.config.zero.optimizer = DT_ADAM;
     expect_load_refused(
         "another optimizer", bad, "its optimizer is adamw, and this program's is adam");
@@ -605,6 +605,107 @@ static void forms(void) {
     other_programs();
     folders();
     manifests();
+}
+
+// ==== other types, more positions ==============================================================
+
+static dt_weights *open_weights(dt_ctx *ctx, const char *folder, const char *name) {
+    char path[400];
+    snprintf(path, sizeof path, "%s/step-2/%s", folder, name);
+    return dt_weights_open(ctx, path);
+}
+
+/* Expects the first elements of tensor `name` of a to be those of `from` of b, rounded to `type`;
+   returns the number of elements that b has not. */
+static int64_t expect_rounded(dt_weights *a, const char *name, dt_weights *b, const char *from,
+    dt_dtype type, const char *what) {
+    const dt_weight *x = dt_weights_get(a, dt_weights_find(a, name)),
+                    *y = dt_weights_get(b, dt_weights_find(b, from));
+    if (!CHECK_MSG(x && y && x->count >= y->count, "%s: %s and %s", what, name, from)) return 0;
+    size_t bytes = (size_t)y->count * dt_dtype_size(type);
+    void *p = malloc(bytes), *q = malloc(bytes);
+    dt_weights_read(a, dt_weights_find(a, name), 0, y->count, type, p);
+    dt_weights_read(b, dt_weights_find(b, from), 0, y->count, type, q);
+    CHECK_MSG(x->dtype == type && memcmp(p, q, bytes) == 0, "%s: %s is not %s of %s", what, name,
+        dt_dtype_name(type), from);
+    free(p);
+    free(q);
+    return x->count - y->count;
+}
+
+/* Expects the elements [from, count) of a tensor to be all 0, or none. */
+static void expect_zeros(dt_weights *w, const char *name, int64_t from, int zeros) {
+    const dt_weight *t = dt_weights_get(w, dt_weights_find(w, name));
+    for (int64_t i = from; t && i < t->count; i++) {
+        double x = 0;
+        dt_weights_read(w, dt_weights_find(w, name), i, 1, DT_F64, &x);
+        if (!CHECK_MSG((x == 0) == zeros, "%s: element %d is %g", name, (int)i, x)) return;
+    }
+}
+
+/* Compares a checkpoint with the one from which it was loaded, for the parameter `name`, which the
+   model files call `file`. */
+static void expect_converted(dt_ctx *ctx, const char *was, const char *is, const char *name,
+    const char *file, dt_dtype type, int grows) {
+    static const char *const models = "model.safetensors", *const optims = "optim.safetensors";
+    char what[300], master[100], m[100];
+    snprintf(what, sizeof what, "%s from %s", is, was);
+    snprintf(master, sizeof master, "master.%s", name);
+    snprintf(m, sizeof m, "m.%s", name);
+    dt_weights *a = open_weights(ctx, is, models), *oa = open_weights(ctx, is, optims),
+               *b = open_weights(ctx, was, models), *ob = open_weights(ctx, was, optims);
+    dt_dtype state = type == DT_F64 ? DT_F64 : DT_F32;
+    int had = dt_weights_find(ob, master) >= 0, has = type == DT_BF16 || type == DT_F16;
+    int64_t more = expect_rounded(a, file, had ? ob : b, had ? master : file, type, what);
+    CHECK_MSG((more > 0) == grows, "%s: %d more elements", what, (int)more);
+    expect_rounded(oa, m, ob, m, state, what);
+    if (has) expect_rounded(oa, master, had ? ob : a, had ? master : file, DT_F32, what);
+    if (grows) {
+        const dt_weight *t = dt_weights_get(a, dt_weights_find(a, file));
+        expect_zeros(a, file, t->count - more, 0);
+        expect_zeros(oa, m, t->count - more, 1);
+        if (has) expect_zeros(oa, master, t->count - more, 0);
+    }
+    for (int i = 0; i < 4; i++) dt_weights_close((dt_weights *[]){ a, oa, b, ob }[i]);
+}
+
+/* Loads checkpoints of each type as each other type, and positions that the checkpoint lacks. */
+static void converts(void) {
+    static const dt_dtype types[] = { DT_F32, DT_BF16, DT_F16, DT_F64 };
+    static const layout at[] = { L(1, 1, 1, 1, 1, 0, 0), L(2, 1, 1, 1, 1, 3, 0),
+        L(2, 2, 1, 1, 1, 1, 0),
+        L(2, 1, 1, 1, 1, 3, 0, .offload_optim = scratch, .offload_params = scratch),
+        L(2, 1, 1, 1, 1, 2, 0, .offload_optim = "cpu") };
+    char was[300], is[300];
+    dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .seed = 1 });
+    for (int i = 0; i < 24; i++) {
+        int grows = i >= 16;
+        run r = { .l = at[i % 3], .stop_at = 2, .save = in_scratch(was, "was") };
+        r.model = grows ? dense(types[i / 4 % 4], GPT_GPT2) : mixture(types[i / 4 % 4]);
+        clear(was);
+        result got = run_training(r);
+        CHECK_MSG(got.status == DT_OK, "%s", got.text);
+        r.l = at[i % 5];
+        r.model.dtype = types[i % 4];
+        r.model.seq += 8 * grows;
+        r.resume = was;
+        r.save = in_scratch(is, "is");
+        clear(is);
+        got = run_training(r); /* no step is left, so only saves what it has loaded */
+        if (!CHECK_MSG(got.status == DT_OK && got.last == 0, "%d: %s", i, got.text)) continue;
+        if (grows)
+            expect_converted(ctx, was, is, "wpe.weight", "transformer.wpe.weight", types[i % 4], 1);
+        else
+            expect_converted(
+                ctx, was, is, "h.1.moe.fc.weight", "h.1.moe.fc.weight", types[i % 4], 0);
+        r.resume = is;
+        r.save = NULL;
+        r.stop_at = 3;
+        got = run_training(r);
+        CHECK_MSG(got.status == DT_OK && got.loss[3] > 1 && got.loss[3] < 6, "%d: loss %g, %s", i,
+            got.loss[3], got.text);
+    }
+    dt_ctx_free(ctx);
 }
 
 // ==== golden ====================================================================================
@@ -694,6 +795,7 @@ int main(int argc, char **argv) {
     all_same(full);
     elastic();
     forms();
+    converts();
     golden();
     clear(scratch);
     train_files_free(&text_files);
