@@ -69,13 +69,17 @@ RACES    = -fsanitize=thread --param tsan-distinguish-volatile=1 -fno-inline -fn
            -fno-builtin-memset
 
 # Compile the implementation once. Examples and benchmarks include declarations and link with implementation.o and
-# kernels.o. Tests use private functions, so they compile the implementation themselves, except the CPU kernels, which take
+# kernels.o; the tests in PUBLIC use only public functions, and link with tests_implementation.o and tests_kernels.o. The
+# other tests use private functions, so they compile the implementation themselves, except the CPU kernels, which take
 # most of the compile time; helpers that only the kernels use are then unused. The tests in WHOLE use private functions
 # of the kernels too. SHARE=no compiles everything in each test.
 IMPLEMENTED = -DDT_TENSOR_IMPL -DDT__TENSOR_TABLE -DDT_COMM_IMPL -DDT_PARALLEL_IMPL -DDT_ZERO_IMPL
 OBJECTS     = $(B)/implementation.o $(B)/kernels.o $(KERNELS)
 WHOLE       = $(B)/test_kernels $(B)/test_cuda_shim $(B)/test_fake_cuda $(B)/test_fake_kernels
-SHARING     = $(if $(filter no,$(SHARE)),,$(filter-out $(WHOLE),$(TESTS)))
+PUBLIC      = $(if $(filter no,$(SHARE)),,$(patsubst %,$(B)/test_%,checkpoint_kills many_ranks memory models schedule \
+                seeds overlap tokenizer trace file_safety))
+SHARING     = $(if $(filter no,$(SHARE)),,$(filter-out $(WHOLE) $(PUBLIC),$(TESTS)))
+$(PUBLIC): $(B)/tests_implementation.o $(B)/tests_kernels.o
 $(SHARING) $(B)/net_rank $(B)/packets $(B)/power: $(B)/tests_kernels.o
 # These take longer to compile than to run, so they are not optimised, unless TFLAGS are given.
 QUICK = $(B)/net_rank $(B)/packets $(B)/power \
@@ -93,6 +97,7 @@ $(B)/test_fake_kernels: OWN = -isystem $(CUDA_HOME)/include $(B)/fake_cuda.o
 $(B)/test_fake_kernels: $(B)/fake_cuda.o
 $(B)/test_fuzz: $(wildcard tests/fuzz/*.[ch]) examples/train_gpt.c
 $(SHARING) $(B)/net_rank $(B)/packets $(B)/power: OWN = -DDT__TENSOR_TABLE $(UNUSED) $(B)/tests_kernels.o
+$(PUBLIC): OWN = $(IMPLEMENTED) $(B)/tests_implementation.o $(B)/tests_kernels.o
 # KFLAGS: kernels.o, which demo and the ladder link, is not sanitized. The tests, and the train_gpt of test_sanitized.sh,
 # link tests_kernels.o, which is.
 SANITIZE = $(MAKE) --no-print-directory B=build-$@ TFLAGS="-O1 -g -Wall -Wextra $(1)" \
@@ -172,6 +177,8 @@ $(B)/kernels.o: tests/support/implementation.c $(HEADERS) $(B)/flags
 	$(COMPILE) $(KFLAGS) -DKERNELS -I. -c $< -o $@
 $(B)/tests_kernels.o: tests/support/implementation.c $(HEADERS) $(B)/flags
 	$(TESTING) -DKERNELS -I. -c $< -o $@
+$(B)/tests_implementation.o: tests/support/implementation.c $(HEADERS) $(B)/flags
+	$(TESTING) $(UNUSED) -I. -c $< -o $@
 $(B)/implementation.o: tests/support/implementation.c $(HEADERS) $(B)/flags
 	$(COMPILE) $(UNUSED) -I. -c $< -o $@
 $(B)/%: examples/%.c $(HEADERS) $(OBJECTS) $(B)/flags

@@ -5918,9 +5918,9 @@ extern "C" const dt_kernels *dt_kernels_cuda(void) {
         .work_bytes = (size_t)32 << 20, /* the size that cuBLASLt recommends on Hopper */
         .max_saved_logits = (size_t)1 << 30,
         .copy = cuda_copy,
-        .cast = cuda_cast,
         .digest = cuda_digest,
         .quantize = cuda_quantize,
+        .cast = cuda_cast,
         .fill = cuda_fill,
         .reduce = cuda_reduce,
         .permute = cuda_permute,

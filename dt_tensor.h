@@ -284,8 +284,8 @@ DT_API int64_t dt_count(dt_shape shape);
     X(frozen_adam) X(sign_pack) X(sign_unpack)
 // clang-format on
 /* Kernels that exist on the CPU once for each compute type and instruction set. */
-#define DT__VARIANT_KERNELS(X) X(fill) X(reduce) X(permute) DT__FLOAT_KERNELS(X)
-#define DT_KERNELS(X) X(copy) X(cast) X(digest) X(quantize) DT__VARIANT_KERNELS(X)
+#define DT__VARIANT_KERNELS(X) X(cast) X(fill) X(reduce) X(permute) DT__FLOAT_KERNELS(X)
+#define DT_KERNELS(X) X(copy) X(digest) X(quantize) DT__VARIANT_KERNELS(X)
 
 typedef struct dt_fill_args { /* out[i] = value */
     dt_dtype dtype;
@@ -332,6 +332,17 @@ typedef struct dt_cast_args {
     size_t count;
     int accumulate;
 } dt_cast_args;
+
+/* The 16 values of NF4, the quantiles of a normal distribution (arXiv:2305.14314, appendix E). */
+#define DT__NF4_VALUES \
+    { \
+        -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, \
+            -0.28444138169288635f, -0.18477343022823334f, -0.09105003625154495f, 0.0f, \
+            0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, \
+            0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, \
+            1.0f \
+    }
+#define DT__QUANT_BLOCK 64 /* elements of a block of INT8 and NF4 */
 
 /* out = blocks of the format `quant` (a dt_quant, section 5) of `count` elements, a multiple of the
    block */
@@ -2697,18 +2708,8 @@ static inline void dt__set_number(dt_dtype dtype, void *array, size_t i, double 
     }
 }
 
-/* The 16 values of NF4, the quantiles of a normal distribution (arXiv:2305.14314, appendix E). */
-#define DT__NF4_VALUES \
-    { \
-        -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, \
-            -0.28444138169288635f, -0.18477343022823334f, -0.09105003625154495f, 0.0f, \
-            0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, \
-            0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, \
-            1.0f \
-    }
 static const float dt__nf4_values[16] = DT__NF4_VALUES;
 
-#define DT__QUANT_BLOCK 64 /* elements of a block of INT8 and NF4 */
 /* in the order of dt_quant: elements and bytes of a block */
 static const struct {
     const char *name;
@@ -12295,7 +12296,8 @@ DT__INLINE float dt__logf(float x) {
    u = 1 + x. */
 DT__INLINE float dt__log1pf(float x) {
     float u = 1.0f + x, rounded = u - 1.0f;
-    return rounded == 0.0f ? x : dt__logf(u) * (x / rounded);
+    float y = dt__logf(u) * (x / (rounded == 0.0f ? 1.0f : rounded));
+    return rounded == 0.0f ? x : y;
 }
 
 /* Returns tanh x in float: 1 - 2 / (e^(2x) + 1), or a polynomial if x is near 0, where the
@@ -12450,6 +12452,8 @@ size_t dt_attention_work(int64_t tk, int64_t dim, dt_dtype dtype) {
 
 /* Strip mining: kernels process this many elements at a time, in buffers on the stack. */
 #define DT__STRIP 512
+/* A transpose copies tiles of this many rows and columns. */
+#define DT__TILE 32
 
 /* Iterates over an array of any shape in strips: at most DT__STRIP elements along the last
    dimension. */
@@ -12494,6 +12498,70 @@ static int dt__strips_next(
     *a = dt__strips_offset(r, stride_a);
     *b = dt__strips_offset(r, stride_b);
     return 1;
+}
+
+/* Returns the element of an i64 array as a double. Beyond 2^53 a double does not represent every
+   integer: the result is then rounded to odd in 43 bits or more, so that a second rounding, to f32
+   or 16 bits, rounds correctly. */
+static double dt__i64_to_odd(int64_t x) {
+    int is_exact = x >= -((int64_t)1 << 53) && x <= (int64_t)1 << 53;
+    return (double)(is_exact ? x : (x & ~(int64_t)2047) | (x & 2047 ? 2048 : 0));
+}
+
+/* Converts each element to double, which represents every value of the other types except i64, and
+   then to the output's type. */
+static dt_status dt__cast_any(const dt_cast_args *a) {
+    double x[DT__STRIP];
+    if (dt_dtype_size(a->dtype) == 0 || dt_dtype_size(a->from) == 0 ||
+        (a->accumulate && dt__integer(a->dtype)))
+        return DT_ERR_UNSUPPORTED;
+    for (size_t at = 0; at < a->count; at += DT__STRIP) {
+        size_t n = a->count - at < DT__STRIP ? a->count - at : DT__STRIP;
+        if (a->from == DT_I64 && a->dtype != DT_F64)
+            for (size_t i = 0; i < n; i++) x[i] = dt__i64_to_odd(((const int64_t *)a->in)[at + i]);
+        else
+            for (size_t i = 0; i < n; i++) x[i] = dt__number(a->from, a->in, at + i);
+        if (a->accumulate)
+            for (size_t i = 0; i < n; i++) x[i] += dt__number(a->dtype, a->out, at + i);
+        for (size_t i = 0; i < n; i++) dt__set_number(a->dtype, a->out, at + i, x[i]);
+    }
+    return DT_OK;
+}
+
+/* Returns the same copy with its dimensions in the order of the output, without dimensions of size 1,
+   and with neighbours merged that are dense in both arrays. So strips are long, and a transpose
+   writes along its last dimension. */
+static dt_permute_args dt__permute_ordered(dt_permute_args a) {
+    dt_permute_args to = a;
+    int n = 0;
+    for (int i = 0; i < a.shape.nd; i++) {
+        int at = n++;
+        if (a.shape.d[i] == 1) {
+            n--;
+            continue;
+        }
+        for (; at > 0 && to.out_stride[at - 1] < a.out_stride[i]; at--) {
+            to.shape.d[at] = to.shape.d[at - 1];
+            to.in_stride[at] = to.in_stride[at - 1];
+            to.out_stride[at] = to.out_stride[at - 1];
+        }
+        to.shape.d[at] = a.shape.d[i];
+        to.in_stride[at] = a.in_stride[i];
+        to.out_stride[at] = a.out_stride[i];
+    }
+    to.shape.nd = n > 0 ? 1 : 0;
+    for (int i = 1; i < n; i++) {
+        int last = to.shape.nd - 1;
+        int64_t d = to.shape.d[i];
+        int merge = to.in_stride[last] == to.in_stride[i] * d &&
+                    to.out_stride[last] == to.out_stride[i] * d;
+        last = merge ? last : to.shape.nd++;
+        to.shape.d[last] = merge ? to.shape.d[last] * d : d;
+        to.in_stride[last] = to.in_stride[i];
+        to.out_stride[last] = to.out_stride[i];
+    }
+    if (n == 0) to.shape = DT_SHAPE(1), to.in_stride[0] = to.out_stride[0] = 1;
+    return to;
 }
 
 /* The kernels of one compute type and one instruction set. */
@@ -12697,14 +12765,24 @@ DT__FN const DT__REAL *DT__K(load)(
     return (const DT__REAL *)array + at;
 }
 
-/* Like load, for elements that are `stride` apart. */
+/* Like load, for n <= DT__STRIP elements that are `stride` apart. */
 DT__FN const DT__REAL *DT__K(load_strided)(
     dt_dtype dtype, const void *array, int64_t at, int64_t stride, int64_t n, DT__REAL *buf) {
     if (stride == 1) return DT__K(load)(dtype, array, at, n, buf);
-    for (int64_t i = 0; i < n; i++) {
-        DT__REAL one;
-        buf[i] = *DT__K(load)(dtype, array, at + i * stride, 1, &one);
+#if DT__BITS == 32
+    if (dt__narrow(dtype)) {
+        uint16_t in[DT__STRIP];
+        for (int64_t i = 0; i < n; i++) in[i] = ((const uint16_t *)array)[at + i * stride];
+        DT__K(widen)(dtype, in, n, buf);
+        return buf;
     }
+#endif
+    const DT__REAL *x = (const DT__REAL *)array + at;
+    DT__REAL first = *x; /* repeated if stride is 0 */
+    if (stride == 0)
+        for (int64_t i = 0; i < n; i++) buf[i] = first;
+    else
+        for (int64_t i = 0; i < n; i++) buf[i] = x[i * stride];
     return buf;
 }
 
@@ -12757,17 +12835,26 @@ DT__FN void DT__K(square_roots)(const DT__REAL *x, int64_t n, DT__REAL *y) {
     DT__REAL rest[sizeof(DT__V) / sizeof(DT__REAL)] = { 0 };
     int64_t i = 0;
     for (; i + DT__NV <= n; i += DT__NV) DT__STORE(y + i, DT__SQRT(DT__LOAD(x + i)));
-    for (int64_t k = 0; k < DT__NV && i + k < n; k++) rest[k] = x[i + k];
+    memcpy(rest, x + i, (size_t)(n - i) * sizeof *rest);
     DT__STORE(rest, DT__SQRT(DT__LOAD(rest)));
-    for (int64_t k = 0; k < DT__NV && i + k < n; k++) y[i + k] = rest[k];
+    memcpy(y + i, rest, (size_t)(n - i) * sizeof *rest);
 }
 
-/* Returns ln(1 + e^-|x|), which is at most ln 2. */
-DT__FN inline DT__REAL DT__K(log1p_exp)(DT__REAL x) { return DT__LOG1P(DT__EXP(x > 0 ? -x : x)); }
+/* Computes y = ln(1 + e^-|x|), which is at most ln 2, in two loops: gcc does not vectorize a loop
+   with both functions. y is not x. */
+DT__FN void DT__K(log1p_exps)(const DT__REAL *x, int64_t n, DT__REAL *y) {
+    for (int64_t i = 0; i < n; i++) y[i] = DT__EXP(x[i] > 0 ? -x[i] : x[i]);
+    for (int64_t i = 0; i < n; i++) y[i] = DT__LOG1P(y[i]);
+}
 
-/* Returns x^y. A square, the usual case, and its derivative need no call of the C library. */
-DT__FN inline DT__REAL DT__K(power)(DT__REAL x, DT__REAL y) {
-    return y == 2 ? x * x : y == 1 ? x : DT__POW(x, y);
+/* Computes y = ln(1 + e^x). y may be x. */
+DT__FN void DT__K(softplus)(const DT__REAL *x, int64_t n, DT__REAL *y) {
+    DT__REAL rest[4 * DT__LANES];
+    for (int64_t at = 0; at < n; at += 4 * DT__LANES) {
+        int64_t have = n - at < 4 * DT__LANES ? n - at : (int64_t)(4 * DT__LANES);
+        DT__K(log1p_exps)(x + at, have, rest);
+        for (int64_t i = 0; i < have; i++) y[at + i] = (x[at + i] > 0 ? x[at + i] : 0) + rest[i];
+    }
 }
 
 /* One case of a switch over functions: computes out[i] = value for each i < n. */
@@ -12775,6 +12862,26 @@ DT__FN inline DT__REAL DT__K(power)(DT__REAL x, DT__REAL y) {
     case function: \
         for (int64_t i = 0; i < n; i++) (out)[i] = (value); \
         break
+
+/* Computes y = x^e. A square, the usual case, needs no call of the C library. y may be x. */
+DT__FN void DT__K(powers)(const DT__REAL *x, int64_t n, DT__REAL e, DT__REAL *y) {
+    if (e == 2)
+        for (int64_t i = 0; i < n; i++) y[i] = x[i] * x[i];
+    else if (e == 1)
+        memmove(y, x, (size_t)n * sizeof *y);
+    else
+        for (int64_t i = 0; i < n; i++) y[i] = DT__POW(x[i], e);
+}
+
+/* Computes dx = d e x^(e - 1). dx may be d. */
+DT__FN void DT__K(powers_back)(
+    const DT__REAL *x, const DT__REAL *d, int64_t n, DT__REAL *dx, DT__REAL e) {
+    if (e == 2)
+        for (int64_t i = 0; i < n; i++) dx[i] = d[i] * (2 * x[i]);
+    else
+        for (int64_t i = 0; i < n; i++)
+            dx[i] = e == 0 ? 0 : d[i] * (e * (e == 1 ? 1 : DT__POW(x[i], e - 1)));
+}
 
 /* Computes y = f(x), where f is the activation `act`. y may be x. */
 DT__FN void DT__K(act)(
@@ -12789,11 +12896,11 @@ DT__FN void DT__K(act)(
         DT__EACH(DT_ACT_EXP, y, DT__EXP(x[i]));
         DT__EACH(DT_ACT_LN, y, DT__LOG(x[i]));
         DT__EACH(DT_ACT_SIGMOID, y, DT__LOGISTIC(x[i]));
-        DT__EACH(DT_ACT_SOFTPLUS, y, (x[i] > 0 ? x[i] : 0) + DT__K(log1p_exp)(x[i]));
         DT__EACH(DT_ACT_ABS, y, x[i] < 0 ? -x[i] : x[i] + 0); /* -0 + 0 is 0 */
         DT__EACH(DT_ACT_AFFINE, y, scale * x[i] + shift);
-        DT__EACH(DT_ACT_POW, y, DT__K(power)(x[i], scale));
         DT__EACH(DT_ACT_CLAMP, y, x[i] < scale ? scale : x[i] > shift ? shift : x[i]);
+    case DT_ACT_SOFTPLUS: DT__K(softplus)(x, n, y); break;
+    case DT_ACT_POW: DT__K(powers)(x, n, scale, y); break;
     case DT_ACT_SQRT: DT__K(square_roots)(x, n, y); break;
     default:
         if (y != x) memcpy(y, x, (size_t)n * sizeof *y);
@@ -12866,8 +12973,8 @@ DT__FN void DT__K(act_back)(int act, const DT__REAL *x, const DT__REAL *d, int64
         DT__EACH(DT_ACT_SOFTPLUS, dx, d[i] * DT__LOGISTIC(x[i]));
         DT__EACH(DT_ACT_ABS, dx, x[i] > 0 ? d[i] : x[i] < 0 ? -d[i] : 0);
         DT__EACH(DT_ACT_AFFINE, dx, d[i] * scale);
-        DT__EACH(DT_ACT_POW, dx, scale == 0 ? 0 : d[i] * (scale * DT__K(power)(x[i], scale - 1)));
         DT__EACH(DT_ACT_CLAMP, dx, x[i] > scale && x[i] < shift ? d[i] : 0);
+    case DT_ACT_POW: DT__K(powers_back)(x, d, n, dx, scale); break;
     case DT_ACT_SQRT: DT__K(sqrt_back)(x, d, n, dx); break;
     default:
         if (dx != d) memcpy(dx, d, (size_t)n * sizeof *dx);
@@ -13583,11 +13690,67 @@ DT__FN dt_status DT__K(reduce)(const dt_reduce_args *a) {
     return DT_OK;
 }
 
-DT__FN dt_status DT__K(permute)(const dt_permute_args *a) {
+/* Between f32, bf16 and f16 an element is widened to f32 and rounded once. */
+DT__FN dt_status DT__K(cast)(const dt_cast_args *a) {
+    size_t size = dt_dtype_size(a->from);
+    if (a->dtype == a->from && !a->accumulate && size > 0) {
+        if (a->count > 0) memcpy(a->out, a->in, a->count * size);
+        return DT_OK;
+    }
+#if DT__BITS == 32
     DT__REAL buf[DT__STRIP];
+    int64_t count = (int64_t)a->count;
+    int from_float = a->from == DT_F32 || dt__narrow(a->from);
+    for (int64_t at = 0; from_float && !(a->accumulate && dt__narrow(a->dtype)); at += DT__STRIP) {
+        int64_t n = count - at < DT__STRIP ? count - at : DT__STRIP;
+        if (n <= 0) return DT_OK;
+        const DT__REAL *x = DT__K(load)(a->from, a->in, at, n, buf);
+        DT__K(store)(a->dtype, a->out, at, n, x, a->accumulate);
+    }
+#endif
+    return dt__cast_any(a);
+}
+
+/* Copies one tile of a transpose: `in` is dense along dimension `rows`, out along the last. Both read
+   and write whole cache lines. */
+DT__FN void DT__K(permute_tile)(
+    const dt_permute_args *a, int rows, int64_t in, int64_t out, int64_t n_rows, int64_t n_cols) {
+    DT__REAL tile[DT__TILE * DT__TILE], buf[DT__TILE];
+    int64_t in_step = a->in_stride[a->shape.nd - 1];
+    for (int64_t c = 0; c < n_cols; c++) {
+        const DT__REAL *x = DT__K(load)(a->dtype, a->in, in + c * in_step, n_rows, buf);
+        for (int64_t r = 0; r < n_rows; r++) tile[r * DT__TILE + c] = x[r];
+    }
+    for (int64_t r = 0; r < n_rows; r++, out += a->out_stride[rows])
+        DT__K(store)(a->dtype, a->out, out, n_cols, tile + r * DT__TILE, a->accumulate);
+}
+
+/* Transposes the last dimension and dimension `rows`, in tiles. */
+DT__FN void DT__K(permute_tiles)(const dt_permute_args *a, int rows) {
+    int last = a->shape.nd - 1;
+    int64_t n_rows = a->shape.d[rows], n_cols = a->shape.d[last], in, out;
+    dt_shape others = a->shape;
+    others.d[rows] = others.d[last] = 1;
+    dt__strips s = dt__strips_begin(others);
+    while (dt__strips_next(&s, a->in_stride, a->out_stride, &in, &out))
+        for (int64_t r = 0; r < n_rows; r += DT__TILE)
+            for (int64_t c = 0; c < n_cols; c += DT__TILE) DT__K(permute_tile)
+    (a, rows, in + r + c * a->in_stride[last], out + r * a->out_stride[rows] + c,
+        n_rows - r < DT__TILE ? n_rows - r : DT__TILE,
+        n_cols - c < DT__TILE ? n_cols - c : DT__TILE);
+}
+
+DT__FN dt_status DT__K(permute)(const dt_permute_args *args) {
+    DT__REAL buf[DT__STRIP];
+    dt_permute_args ordered = dt__permute_ordered(*args), *a = &ordered;
     dt__strips r = dt__strips_begin(a->shape);
     int64_t in, out, last = r.shape.nd - 1, in_step = a->in_stride[last],
                      out_step = a->out_stride[last];
+    for (int i = 0; i < last; i++)
+        if (a->in_stride[i] == 1 && in_step > 1 && out_step == 1) {
+            DT__K(permute_tiles)(a, i);
+            return DT_OK;
+        }
     while (dt__strips_next(&r, a->in_stride, a->out_stride, &in, &out)) {
         const DT__REAL *x = DT__K(load_strided)(a->dtype, a->in, in, in_step, r.n, buf);
         int64_t n = out_step == 1 ? r.n : 1; /* number of elements that each call stores */
@@ -13818,7 +13981,13 @@ DT__FN dt_status DT__K(sum)(const dt_sum_args *a) {
         for (int64_t c = 0; c < inner; c += DT__STRIP) {
             int64_t have = inner - c < DT__STRIP ? inner - c : DT__STRIP;
             memset(sum, 0, sizeof sum);
-            for (int64_t j = 0; j < n; j++) {
+            int64_t j = 0;
+            for (; !dt__narrow(a->dtype) && j + 4 <= n; j += 4) {
+                const DT__REAL *x = (const DT__REAL *)a->in + (o * n + j) * inner + c;
+                for (int64_t i = 0; i < have; i++)
+                    sum[i] = sum[i] + x[i] + x[inner + i] + x[2 * inner + i] + x[3 * inner + i];
+            }
+            for (; j < n; j++) {
                 const DT__REAL *x =
                     DT__K(load)(a->dtype, a->in, (o * n + j) * inner + c, have, buf);
                 for (int64_t i = 0; i < have; i++) sum[i] += x[i];
@@ -13832,21 +14001,28 @@ DT__FN dt_status DT__K(sum)(const dt_sum_args *a) {
     return DT_OK;
 }
 
-/* Cumulative sums of rows. A strip of a row is loaded, summed and stored at a time. */
+/* Cumulative sums of rows. Several rows advance together, because each addition of a row waits for
+   the one before. */
 DT__FN void DT__K(cumsum_rows)(const dt_cumsum_args *a) {
-    DT__REAL out[DT__STRIP], buf[DT__STRIP];
-    int64_t n = (int64_t)a->n;
-    for (int64_t o = 0; o < (int64_t)a->outer; o++) {
-        DT__REAL sum = 0;
+    enum { ROWS = 4 };
+    DT__REAL out[ROWS][DT__STRIP], buf[ROWS][DT__STRIP];
+    const DT__REAL *x[ROWS];
+    int64_t n = (int64_t)a->n, outer = (int64_t)a->outer;
+    for (int64_t o = 0; o < outer; o += ROWS) {
+        int rows = outer - o < ROWS ? (int)(outer - o) : ROWS;
+        DT__REAL sum[ROWS] = { 0 };
         for (int64_t done = 0; done < n; done += DT__STRIP) {
             int64_t have = n - done < DT__STRIP ? n - done : DT__STRIP,
                     at = o * n + (a->reverse ? n - done - have : done);
-            const DT__REAL *x = DT__K(load)(a->dtype, a->in, at, have, buf);
+            for (int r = 0; r < ROWS; r++) /* the last row again for rows that do not exist */
+                x[r] =
+                    DT__K(load)(a->dtype, a->in, at + (r < rows ? r : rows - 1) * n, have, buf[r]);
             for (int64_t l = 0; l < have; l++) {
                 int64_t i = a->reverse ? have - 1 - l : l;
-                out[i] = sum += x[i];
+                for (int r = 0; r < ROWS; r++) out[r][i] = sum[r] += x[r][i];
             }
-            DT__K(store)(a->dtype, a->out, at, have, out, a->accumulate);
+            for (int r = 0; r < rows; r++)
+                DT__K(store)(a->dtype, a->out, at + r * n, have, out[r], a->accumulate);
         }
     }
 }
@@ -13923,24 +14099,61 @@ DT__FN dt_status DT__K(patches_back)(const dt_patches_back_args *a) {
 
 /* Returns 1 if a is greater than b in the order of max and topk, in which a NaN is greater than all
    numbers. */
-DT__FN int DT__K(is_greater)(DT__REAL a, DT__REAL b) { return a > b || (a != a && b == b); }
+DT__FN inline int DT__K(is_greater)(DT__REAL a, DT__REAL b) {
+    return (a > b) | ((a != a) & (b == b));
+}
 
-/* Finds the maximum and its index. */
+/* Returns the index of the first NaN, or, if there is none, of the first maximum of n elements. */
+DT__FN int64_t DT__K(argmax)(const DT__REAL *x, int64_t n) {
+    DT__REAL best = DT__K(largest)(x, n);
+    int64_t nans = 0, first = 0;
+    for (int64_t i = 0; i < n; i++) nans += x[i] != x[i];
+    if (nans)
+        while (x[first] == x[first]) first++;
+    else
+        while (x[first] != best) first++;
+    return first;
+}
+
+/* Finds the maximum and its index in each row. */
+DT__FN dt_status DT__K(max_rows)(const dt_max_args *a) {
+    DT__REAL buf[DT__STRIP];
+    int64_t n = (int64_t)a->n;
+    for (int64_t o = 0; o < (int64_t)a->outer; o++) {
+        DT__REAL best = 0;
+        for (int64_t at = 0; at < n; at += DT__STRIP) {
+            const DT__REAL *x = DT__K(load)(
+                a->dtype, a->in, o * n + at, n - at < DT__STRIP ? n - at : DT__STRIP, buf);
+            int64_t i = DT__K(argmax)(x, n - at < DT__STRIP ? n - at : DT__STRIP);
+            if (at > 0 && !DT__K(is_greater)(x[i], best)) continue;
+            best = x[i];
+            a->index[o] = (int32_t)(at + i);
+        }
+        DT__K(store)(a->dtype, a->out, o, 1, &best, 0);
+    }
+    return DT_OK;
+}
+
+/* Finds the maximum and its index, in strips of columns. */
 DT__FN dt_status DT__K(max)(const dt_max_args *a) {
     DT__REAL best[DT__STRIP], buf[DT__STRIP];
     int64_t inner = (int64_t)a->inner, n = (int64_t)a->n;
     if (n < 1) return DT_ERR_ARG;
+    if (inner == 1) return DT__K(max_rows)(a);
     for (int64_t o = 0; o < (int64_t)a->outer; o++) {
         for (int64_t c = 0; c < inner; c += DT__STRIP) {
             int64_t have = inner - c < DT__STRIP ? inner - c : DT__STRIP;
             int32_t *index = a->index + o * inner + c;
-            for (int64_t j = 0; j < n; j++) {
+            memcpy(best, DT__K(load)(a->dtype, a->in, o * n * inner + c, have, buf),
+                (size_t)have * sizeof *best);
+            memset(index, 0, (size_t)have * sizeof *index);
+            for (int64_t j = 1; j < n; j++) {
                 const DT__REAL *x =
                     DT__K(load)(a->dtype, a->in, (o * n + j) * inner + c, have, buf);
                 for (int64_t i = 0; i < have; i++) {
-                    if (j > 0 && !DT__K(is_greater)(x[i], best[i])) continue;
-                    best[i] = x[i];
-                    index[i] = (int32_t)j;
+                    int better = DT__K(is_greater)(x[i], best[i]);
+                    best[i] = better ? x[i] : best[i];
+                    index[i] = better ? (int32_t)j : index[i];
                 }
             }
             DT__K(store)(a->dtype, a->out, o * inner + c, have, best, 0);
@@ -15008,9 +15221,15 @@ DT__FN dt_status DT__K(cross_entropy_back)(const dt_cross_entropy_back_args *a) 
     return DT_OK;
 }
 
-/* Returns max(x,0) - x y + ln(1 + e^-|x|), without cancellation where y is 0 or 1. */
-DT__FN inline DT__REAL DT__K(bce)(DT__REAL x, DT__REAL y) {
-    return (x > 0 ? x * (1 - y) : -x * y) + DT__K(log1p_exp)(x);
+/* Returns the sum of max(x,0) - x y + ln(1 + e^-|x|) over at most DT_PIECE pairs, without
+   cancellation where y is 0 or 1. */
+DT__FN double DT__K(bce_sum)(const DT__REAL *x, const DT__REAL *y, int64_t n) {
+    DT__REAL rest[DT_PIECE];
+    double sum;
+    DT__K(log1p_exps)(x, n, rest);
+    for (int64_t i = 0; i < n; i++) rest[i] += x[i] > 0 ? x[i] * (1 - y[i]) : -x[i] * y[i];
+    DT__SUM(double, sum, n, (double)rest[j]);
+    return sum;
 }
 
 DT__FN dt_status DT__K(pair_loss)(const dt_pair_loss_args *a) {
@@ -15023,7 +15242,7 @@ DT__FN dt_status DT__K(pair_loss)(const dt_pair_loss_args *a) {
         const DT__REAL *y = DT__K(load)(a->dtype, a->b, (int64_t)start, n, buf_y);
         double piece;
         if (a->kind == DT_PAIR_BCE)
-            DT__SUM(double, piece, n, (double)DT__K(bce)(x[j], y[j]));
+            piece = DT__K(bce_sum)(x, y, n);
         else
             DT__SUM(
                 double, piece, n, ((double)x[j] - (double)y[j]) * ((double)x[j] - (double)y[j]));
@@ -15205,8 +15424,8 @@ DT__FN dt_status DT__K(sign_unpack)(const dt_sign_unpack_args *a) {
 #else
 #define DT__VARIANT_ENTRY(k) NULL,
 #endif
-static const dt__variant DT__K(
-    variant) = { DT__K(fill), DT__K(reduce), DT__K(permute), DT__FLOAT_KERNELS(DT__VARIANT_ENTRY) };
+static const dt__variant DT__K(variant) = { DT__K(cast), DT__K(fill), DT__K(reduce), DT__K(permute),
+    DT__FLOAT_KERNELS(DT__VARIANT_ENTRY) };
 #undef DT__VARIANT_ENTRY
 #undef DT__JOIN2
 #undef DT__JOIN
@@ -15342,36 +15561,6 @@ DT__VARIANT_KERNELS(DT__DISPATCH)
 static dt_status dt__cpu_move(void *dst, const void *src, size_t bytes, void *stream) {
     (void)stream;
     if (bytes != 0) memcpy(dst, src, bytes);
-    return DT_OK;
-}
-
-/* Returns the element of an i64 array as a double. Beyond 2^53 a double does not represent every
-   integer: the result is then rounded to odd in 43 bits or more, so that a second rounding, to f32
-   or 16 bits, rounds correctly. */
-static double dt__i64_to_odd(int64_t x) {
-    int is_exact = x >= -((int64_t)1 << 53) && x <= (int64_t)1 << 53;
-    return (double)(is_exact ? x : (x & ~(int64_t)2047) | (x & 2047 ? 2048 : 0));
-}
-
-/* Converts each element to double, which represents every value of the other types except i64, and
-   then to the output's type. */
-static dt_status dt__cpu_cast(const dt_cast_args *a, void *stream) {
-    double x[DT__STRIP];
-    if (dt_dtype_size(a->dtype) == 0 || dt_dtype_size(a->from) == 0 ||
-        (a->accumulate && dt__integer(a->dtype)))
-        return DT_ERR_UNSUPPORTED;
-    if (a->dtype == a->from && !a->accumulate)
-        return dt__cpu_move(a->out, a->in, a->count * dt_dtype_size(a->from), stream);
-    for (size_t at = 0; at < a->count; at += DT__STRIP) {
-        size_t n = a->count - at < DT__STRIP ? a->count - at : DT__STRIP;
-        if (a->from == DT_I64 && a->dtype != DT_F64)
-            for (size_t i = 0; i < n; i++) x[i] = dt__i64_to_odd(((const int64_t *)a->in)[at + i]);
-        else
-            for (size_t i = 0; i < n; i++) x[i] = dt__number(a->from, a->in, at + i);
-        if (a->accumulate)
-            for (size_t i = 0; i < n; i++) x[i] += dt__number(a->dtype, a->out, at + i);
-        for (size_t i = 0; i < n; i++) dt__set_number(a->dtype, a->out, at + i, x[i]);
-    }
     return DT_OK;
 }
 

@@ -10,9 +10,11 @@
 #include "dt_comm.h"
 
 #include "tests/support/check.h"
-
 #include <sys/resource.h>
+#include <sys/wait.h>
 #include <time.h>
+#include <unistd.h>
+
 
 /* The results of one run, in memory that forked ranks share. */
 typedef struct job {

@@ -1232,7 +1232,7 @@ static dt_status kept_bytes_main(dt_ctx *ctx, void *user) {
 }
 
 static void test_kept_bytes(void) {
-    for (int i = 0; i < 4 * 3 && !DT__ASAN; i++) {
+    for (int i = 0; i < 4 * 3 && !UNDER_ASAN; i++) {
         keep_case less = {
             .kind = i % 4, .K = i < 4 ? KEEP_H : 2, .layers = 2, .dtype = i < 8 ? DT_F64 : DT_BF16
         };
@@ -1407,7 +1407,7 @@ static dt_status gpt_step_main(dt_ctx *ctx, void *user) {
 /* One more layer must cost exactly the bytes that gpt.h states. B makes arenas grow past their
    minimum. */
 static void test_gpt_kept_bytes(void) {
-    for (int i = 0; i < 2 * 2 * 3 && !DT__ASAN; i++) {
+    for (int i = 0; i < 2 * 2 * 3 && !UNDER_ASAN; i++) {
         int arch = i % 2, sp = i / 2 % 2, few = i / 4; /* K: 4, 2, 1 over 2 ranks */
         gpt_config c = gpt_of(arch, 2, 4, few ? few == 1 ? 2 : 1 : 4);
         c.sp = sp;

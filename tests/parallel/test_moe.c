@@ -1131,7 +1131,7 @@ static dt_status vary_main(dt_ctx *ctx, void *user) {
         if (v.mode != VARY_NO_GRAD) vary_compare(&v, step, x, x ? x->grad : NULL, 1);
         dt_reset(ctx);
         size_t now = dt_memory_used(ctx).allocations;
-        CHECK_MSG(DT__ASAN || step < 2 || v.capacity == 0 || now == allocations,
+        CHECK_MSG(UNDER_ASAN || step < 2 || v.capacity == 0 || now == allocations,
             "mode %d, %d ranks: %zu allocations in step %d", v.mode, dt_comm_size(dt_world(ctx)),
             now - allocations, step);
         allocations = now;

@@ -936,7 +936,7 @@ static void test_gathers(void) {
 /* There is one tape per slot of the schedule plus the caller's. Steps after the second allocate
    nothing. 1F1B on rank r holds the activations of min(p - r, m) micro-batches. */
 static void test_memory(void) {
-    if (DT__ASAN) {
+    if (UNDER_ASAN) {
         check_skip("allocations of pipelines: every tensor is its own allocation under "
                    "-fsanitize=address");
         return;

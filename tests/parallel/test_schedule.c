@@ -11,6 +11,7 @@
 #include "tests/support/check.h"
 #include "tests/support/memory_io.h"
 #include <limits.h>
+#include <math.h>
 
 // ==== Helpers ===================================================================================
 

@@ -970,7 +970,7 @@ static void cache_equals_window(int which, dt_dtype dtype, int prompt, double to
     CHECK_MSG(most <= tolerance, "model %d in %s after %d tokens: logits differ by %.1e", which,
         dt_dtype_name(dtype), prompt, most);
     /* latent attention computes the keys of all cached tokens, so its memory grows with them */
-    CHECK_MSG(calls == 0 || prompt < c.seq / 2 || c.mla.kv_rank || DT__ASAN,
+    CHECK_MSG(calls == 0 || prompt < c.seq / 2 || c.mla.kv_rank || UNDER_ASAN,
         "%d allocations after the first tokens", (int)calls);
     gpt_cache_close(&cache);
     free_ctx(a, "cache");
@@ -1237,7 +1237,7 @@ static size_t activation_bytes(gpt_config c, int64_t B) {
 /* Two more layers take exactly the activation bytes that gpt.h states. With 128 tokens no size is
    rounded up. Not checked under the address sanitizer, where every tensor is its own allocation. */
 static void activation_formula(void) {
-    for (int which = 0; which < 4 && !DT__ASAN; which++)
+    for (int which = 0; which < 4 && !UNDER_ASAN; which++)
         for (int recompute = 0; recompute < 3; recompute++)
             for (int drop = 0; drop < 2; drop++) {
                 gpt_config c = random_config(which);

@@ -254,7 +254,7 @@ static int check_config(const setup *c) {
     CHECK_MSG(seen->row_peak[0] >= seen->step_peak,
         "%s: a step of the dry run %.0f, of the run %.0f", line, seen->row_peak[0],
         seen->step_peak);
-    if (!DT__ASAN)
+    if (!UNDER_ASAN)
         CHECK_MSG(seen->calls_at[STEPS] == seen->calls_at[2] &&
                       seen->allocations_at[STEPS] == seen->allocations_at[2],
             "%s: %ld allocations in steps 3 to 6, %zu of them on rank 0 (%zu %zu %zu %zu)", line,
@@ -327,7 +327,7 @@ static void test_schedules(void) {
         { "interleaved --chunks 4", 1.1875, 1.25 }, { "zb", 1, 1.30 }, { "zbv", 1, 1.25 },
         { "dualpipe-v", 1.125, 1.25 } };
     double base = activations("1f1b");
-    for (int i = 0; i < 5 && !DT__ASAN; i++) {
+    for (int i = 0; i < 5 && !UNDER_ASAN; i++) {
         double ratio = activations(kinds[i].name) / base;
         printf("activations at p 4, m 16, %s: %.3f x 1F1B\n", kinds[i].name, ratio);
         CHECK_MSG(ratio <= kinds[i].most, "%s holds %.3f x the activations of 1F1B, not %.3f",

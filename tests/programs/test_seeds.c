@@ -586,7 +586,7 @@ static void test_activations(void) {
     } said[3] = { { 1, 275, 0.5, 0.79, 0.005 }, { 64, 17600, 50, 50, 0.5 },
         { 128, 35300, 50, 101, 0.5 } };
     const double s = 2048, h = 12288, a = 96;
-    for (int i = 0; i < 3 && !DT__ASAN; i++) {
+    for (int i = 0; i < 3 && !UNDER_ASAN; i++) {
         full_case c = { .B = (int64_t)said[i].b, .T = 2048, .C = 12288, .H = 96, .layers = 96 },
                   less = c;
         double b = said[i].b, layer = 34 * s * b * h + 5 * a * s * s * b, model = 2 * 175e9;
@@ -658,7 +658,7 @@ static layer_case one_layer(gpt_config c, int tp, int B, int layers) {
    keeps 1/t. */
 static void test_layer(void) {
     const double s = 2048, h = 12288, a = 96, S = 2 * s * h;
-    for (int i = 0; i < 5 && !DT__ASAN; i++) {
+    for (int i = 0; i < 5 && !UNDER_ASAN; i++) {
         gpt_config c = gpt_3;
         int tp = i == 0 ? 1 : i < 3 ? 4 : 8;
         double t = tp, all_reduce = 2 * S * (t - 1) / t;
@@ -694,7 +694,7 @@ static void test_work(void) {
 static void test_root(void) {
     static const int layers[3] = { 16, 64, 144 }, roots[3] = { 4, 8, 12 };
     double peak[3][3]; /* without, blocks of one, blocks of sqrt(n) */
-    for (int i = 0; i < 3 * 3 && !DT__ASAN; i++) {
+    for (int i = 0; i < 3 * 3 && !UNDER_ASAN; i++) {
         gpt_config c = gpt_3;
         c.width = c.ffn = 1024;
         c.heads = c.kv_heads = 8;
@@ -706,14 +706,14 @@ static void test_root(void) {
         dry_run(1, layer_main, &k);
         peak[i / 3][i % 3] = k.peak;
     }
-    for (int i = 0; i < 3 && !DT__ASAN; i++) {
+    for (int i = 0; i < 3 && !UNDER_ASAN; i++) {
         double first = peak[i][1] - peak[i][0], second = peak[i][2] - peak[i][1],
                line = i < 2 ? 80.0 / 48 : 1;
         CHECK_MSG(fabs(second / first - line) < 0.01,
             "way %d, layers 16, 64, 144: %.0f, %.0f, %.0f bytes", i, peak[i][0], peak[i][1],
             peak[i][2]);
     }
-    if (!DT__ASAN) CHECK(peak[2][2] < peak[0][2] / 4 && peak[2][2] < peak[1][2]);
+    if (!UNDER_ASAN) CHECK(peak[2][2] < peak[0][2] / 4 && peak[2][2] < peak[1][2]);
 }
 
 // ==== 4. Layouts ================================================================================

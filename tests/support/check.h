@@ -16,6 +16,19 @@
 #include <stdarg.h>
 #include <stdio.h>
 
+/* 1 if the program is compiled with AddressSanitizer; the headers then allocate each tensor
+   separately, so sizes and numbers of allocations differ. */
+#if defined(__SANITIZE_ADDRESS__)
+#define UNDER_ASAN 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define UNDER_ASAN 1
+#endif
+#endif
+#ifndef UNDER_ASAN
+#define UNDER_ASAN 0
+#endif
+
 static int check_passed, check_failed, check_skipped;
 
 #define CHECK(cond) check_report(!!(cond), __FILE__, __LINE__, "%s", #cond)

@@ -10,7 +10,14 @@
 #define DT_IMPLEMENTATION
 #include "dt_zero.h"
 #include "tests/support/check.h"
+#include <errno.h>
+#include <fcntl.h>
+#include <math.h>
 #include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 
 static char scratch[] = "/tmp/test_file_safety.XXXXXX";

@@ -585,10 +585,52 @@ static void bench_permute(bench *b) {
         OK(b->v->permute(&a));
         same(b, "permute", out, b->t, want, 3 * N, 1);
     }
+    /* transposes of several tiles, and of one row and one column */
+    const int64_t sizes[][2] = { { 67, 70 }, { 1, 70 }, { 70, 1 }, { 2, 64 } };
+    for (int s = 0; s < 4; s++)
+        for (int add = 0; add < 2; add++) {
+            int64_t rows = sizes[s][0], cols = sizes[s][1];
+            void *x = array(b, rows * cols), *out = array(b, rows * cols);
+            double *want = before(b, out, b->t, rows * cols);
+            dt_permute_args a = { .dtype = b->t,
+                .out = out,
+                .in = x,
+                .shape = DT_SHAPE(cols, rows),
+                .out_stride = { rows, 1 },
+                .in_stride = { 1, cols },
+                .accumulate = add };
+            for (int64_t i = 0; i < rows * cols; i++)
+                want[i] = (add ? want[i] : 0) + get(x, b->t, i % rows * cols + i / rows);
+            OK(b->v->permute(&a));
+            same(b, "transpose", out, b->t, want, rows * cols, 1);
+        }
     void *one = array(b, 1), *to = array(b, 1);
     dt_permute_args a = { .dtype = b->t, .out = to, .in = one, .shape = DT_SCALAR };
     OK(b->v->permute(&a));
     CHECK(get(to, b->t, 0) == get(one, b->t, 0));
+}
+
+/* The first of equal maxima, in rows of several strips and in columns; the largest values stand in
+   the first half. */
+static void bench_max(bench *b) {
+    enum { LONG = 1100 };
+    for (int inner = 1; inner <= 3; inner += 2) {
+        int n = LONG / inner;
+        void *x = array(b, 2 * n * inner), *out = array(b, 2 * inner);
+        int32_t index[6];
+        for (int i = 0; i < 2 * n * inner; i++)
+            put(x, b->t, i, i / inner % n < n / 2 ? i * 37 % 16 : i * 37 % 15);
+        dt_max_args a = { b->t, out, index, x, 2, n, inner };
+        OK(b->v->max(&a));
+        for (int k = 0; k < 2 * inner; k++) {
+            int first = 0, base = k / inner * n * inner + k % inner;
+            for (int j = 1; j < n; j++)
+                if (get(x, b->t, base + j * inner) > get(x, b->t, base + first * inner)) first = j;
+            CHECK_MSG(index[k] == first && get(out, b->t, k) == get(x, b->t, base + first * inner),
+                "max %s %s of %d columns: %d is element %d, not %d", isa_name[b->isa],
+                dt_dtype_name(b->t), inner, k, index[k], first);
+        }
+    }
 }
 
 static void bench_glu(bench *b) {
@@ -1700,9 +1742,9 @@ static void bench_all_attention(bench *b) {
    outputs. */
 static uint64_t bench_all(bench *b) {
     static void (*const group[])(bench *) = { bench_unary, bench_unary_edges, bench_binary,
-        bench_binary_special, bench_where, bench_bce, bench_permute, bench_glu, bench_sum,
-        bench_pick, bench_softmax, bench_rows, bench_others, bench_updates, bench_update_lists,
-        bench_signs, bench_dropout, bench_cumsum, bench_patches };
+        bench_binary_special, bench_where, bench_bce, bench_permute, bench_max, bench_glu,
+        bench_sum, bench_pick, bench_softmax, bench_rows, bench_others, bench_updates,
+        bench_update_lists, bench_signs, bench_dropout, bench_cumsum, bench_patches };
     for (size_t i = 0; i < sizeof group / sizeof *group; i++) {
         group[i](b);
         while (b->n_all > 0) free(b->all[--b->n_all]);

@@ -702,7 +702,7 @@ static void memory_account(gpt_config config) {
         same_account(ctx, &m, "after a step");
         CHECK(m.live[DT_MEM_GRADS] == grads && m.live[DT_MEM_PARAMS] == params);
         if (step == 1) micro_grads = m.live[DT_MEM_COMM];
-        if (step >= 2 && !DT__ASAN)
+        if (step >= 2 && !UNDER_ASAN)
             CHECK_MSG(m.calls == calls, "step %d allocates %zu times", step, m.calls - calls);
         if (step >= 2) CHECK(m.live[DT_MEM_COMM] == micro_grads);
     }
@@ -749,7 +749,7 @@ static void steady_state(void) {
             last = m.calls - calls;
         }
         CHECK_MSG(
-            DT__ASAN || last == 0, "%d unequal blocks: the eighth step still allocates", blocks);
+            UNDER_ASAN || last == 0, "%d unequal blocks: the eighth step still allocates", blocks);
         if (blocks == 7) printf("7 unequal blocks: steady after %d steps\n", settled);
         close_good(ctx, &m, "unequal blocks");
     }
@@ -2055,7 +2055,7 @@ static void rc_same_bits(void) {
                 dt_micro(ctx, micro % 2, 2);
                 if (micro % 2 == 0) dt_clear_grads(ctx);
                 bytes = rc_step(ctx, &g, halves, got);
-                CHECK_MSG(DT__ASAN || micro < 4 || m.calls == calls,
+                CHECK_MSG(UNDER_ASAN || micro < 4 || m.calls == calls,
                     "blocks %d: micro-batch %d allocates %zu times", masks[i], micro,
                     m.calls - calls);
             }
@@ -2125,7 +2125,7 @@ static size_t ng_peak(int layers, int recompute, int residual) {
         dt_reset(ctx);
     }
     CHECK_MSG(
-        DT__ASAN || m.calls == calls, "no_grad: %zu allocations in the last step", m.calls - calls);
+        UNDER_ASAN || m.calls == calls, "no_grad: %zu allocations in the last step", m.calls - calls);
     size_t peak = m.peak[DT_MEM_ACTS];
     close_good(ctx, &m, "no_grad");
     return peak;
@@ -2188,7 +2188,7 @@ static size_t rc_acts(gpt_config c, int64_t B, int recompute, int every) {
         dt_clear_grads(ctx);
     }
     size_t live = m.live[DT_MEM_ACTS];
-    CHECK_MSG(DT__ASAN || (m.calls == calls && m.peak[DT_MEM_ACTS] == 0),
+    CHECK_MSG(UNDER_ASAN || (m.calls == calls && m.peak[DT_MEM_ACTS] == 0),
         "recompute %d every %d: %zu allocations in the last step", recompute, every,
         m.calls - calls);
     free(ids);
@@ -2246,7 +2246,7 @@ static void rc_formula(void) {
               .vocab = 257 },
             6 },
     };
-    for (size_t i = 0; i < 3 && !DT__ASAN; i++)
+    for (size_t i = 0; i < 3 && !UNDER_ASAN; i++)
         for (int recompute = 0; recompute < 3; recompute++)
             for (int every = 1; every <= (recompute == GPT_RECOMPUTE_FULL ? 2 : 1); every++) {
                 gpt_config more = sizes[i].c;
@@ -2273,7 +2273,7 @@ static void rc_square_root(void) {
         printf("peak acts of %d layers: none %zu, full %zu, full:%d %zu\n", c.layers, acts[i][0],
             acts[i][1], i ? 8 : 4, acts[i][2]);
     }
-    if (DT__ASAN) return; /* there every tensor is its own allocation */
+    if (UNDER_ASAN) return; /* there every tensor is its own allocation */
     size_t layer = rc_kept(c, (int64_t)B, GPT_RECOMPUTE_NONE),
            out = rc_kept(c, (int64_t)B, GPT_RECOMPUTE_FULL);
     CHECK(acts[1][0] - acts[0][0] == 48 * layer && acts[1][1] - acts[0][1] == 48 * out);
@@ -2463,7 +2463,7 @@ static void growing_transients(void) {
         dt_tensor *kept = NULL, *x = noise_input(ctx, DT_F32, DT_SHAPE(rows, 16), 2, 1);
         dt_block(ctx, ng_transient, x, &kept);
         /* with AddressSanitizer the pool keeps no free buffer */
-        size_t bytes = DT__ASAN ? 0 : (size_t)rows * 16 * sizeof(float);
+        size_t bytes = UNDER_ASAN ? 0 : (size_t)rows * 16 * sizeof(float);
         CHECK_MSG(dt_memory_used(ctx).live[DT_MEM_COMM] == bytes, "%zu bytes for %lld rows",
             dt_memory_used(ctx).live[DT_MEM_COMM], (long long)rows);
         dt_reset(ctx);
@@ -2522,7 +2522,7 @@ static void transient_gradients(void) {
         dt_tensor *x = dt_require_grad(noise_input(ctx, DT_F64, DT_SHAPE(4, 6), 2, 1));
         dt_tensor *loss = weigh(dt_block(ctx, tg_block, x, &g), NULL);
         size_t one = dt__bytes(x), three = dt_memory_used(ctx).live[DT_MEM_COMM];
-        CHECK(three == (DT__ASAN ? 0 : 3 * one) && !g.made[0]->data && !g.made[1]->data &&
+        CHECK(three == (UNDER_ASAN ? 0 : 3 * one) && !g.made[0]->data && !g.made[1]->data &&
               !g.made[2]->data);
         if (split) {
             CHECK(dt_backward_input(loss) == DT_OK && g.made[0]->grad && !g.made[1]->grad);
@@ -2684,7 +2684,7 @@ static void tapes_same_bits(void) {
                 tape_steps(ctx, &g, rows[i].steps, rows[i].first, rows[i].tapes, &got);
             }
             CHECK_MSG(
-                DT__ASAN || m.calls == calls, "'%s': the fifth step allocates", rows[i].steps);
+                UNDER_ASAN || m.calls == calls, "'%s': the fifth step allocates", rows[i].steps);
             if (i == 0 && k == 0) want = got;
             CHECK_MSG(memcmp(&want, &got, sizeof got) == 0 && got.loss[0] != got.loss[1] &&
                           got.leaves[3][0] != 0,

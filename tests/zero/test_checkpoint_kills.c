@@ -18,13 +18,15 @@
 #include "dt_zero.h"
 #include "tests/support/check.h"
 #include "tests/support/jitter.h"
-
 #include <dirent.h>
+#include <stdlib.h>
+#include <string.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/ptrace.h>
 #include <sys/wait.h>
 #include <unistd.h>
+
 
 enum { RANKS = 4, OUT = 64, IN = 72, VALUES = OUT * IN + OUT, HANG_S = 300 };
 

@@ -1,0 +1,314 @@
+/* bench_ops.c - ops that are limited by memory, as a share of the machine's memory rate
+   Public domain or MIT, at your choice; see LICENSE.
+
+       make build/bench_ops && build/bench_ops [--only NAME] [--seconds X] [--rows N]
+
+   Each case runs one op on f32 tensors of ROWS x 1,024 elements, on one thread, and counts the
+   processor time of its kernels: forward, and the backward without the sum that the backward starts
+   from. `bytes` is what the op has to move: each operand is read once and each result is written
+   once. `share` is the rate of these bytes divided by that of the triad a[i] = b[i] + s c[i]
+   (J. McCalpin's STREAM) over arrays of the same size, three times 4 bytes per element.
+
+   Batched products (dt_matmul) are compared with the kernel of one product of the same size and
+   form, called as often: `share` is the ratio of their rates.
+
+   The triad and the case run in turns, and the best run of each counts. */
+#define _GNU_SOURCE
+#define DT_IMPLEMENTATION
+#include "dt_tensor.h"
+
+#include "tests/bench/bench.h"
+
+enum { COLS = 1024, MOST_CALLS = 64 };
+
+typedef struct settings {
+    double seconds; /* minimum time of a case */
+    int64_t rows;
+    const char *only; /* only cases whose name contains this */
+} settings;
+
+// ==== Processor time of kernels =================================================================
+
+/* The kernels that have run since `calls` was last set to 0, in order. */
+static struct {
+    int calls;
+    double seconds[MOST_CALLS];
+} timed;
+
+#define TIMED_KERNEL(k) \
+    static dt_status timed_##k(const dt_##k##_args *args, void *stream) { \
+        double start = bench_thread_seconds(); \
+        dt_status status = dt_kernels_cpu()->k(args, stream); \
+        if (timed.calls < MOST_CALLS) timed.seconds[timed.calls] = bench_thread_seconds() - start; \
+        timed.calls++; \
+        return status; \
+    }
+DT_KERNELS(TIMED_KERNEL)
+
+/* Sum of the kernels' times from call number `first` on; NaN if there were too many calls. */
+static double seconds_from(int first) {
+    double sum = timed.calls <= MOST_CALLS ? 0 : NAN;
+    for (int i = first; i < timed.calls && i < MOST_CALLS; i++) sum += timed.seconds[i];
+    return sum;
+}
+
+// ==== Cases =====================================================================================
+
+/* Parameters of ROWS x COLS, so that every op computes the gradients of all its inputs. */
+typedef struct inputs {
+    dt_ctx *ctx;
+    dt_tensor *x, *y, *gain, *bias; /* gain and bias: (COLS) */
+    dt_tensor *positive, *mask;     /* made from x and y before the clock starts, no gradient */
+    dt_tensor *ids, *images;
+    int64_t rows;
+} inputs;
+
+typedef struct op_case {
+    const char *name;
+    dt_tensor *(*run)(const inputs *in);
+    /* elements of 4 bytes that the op reads and writes, per element of x; backward 0: the op has
+       none */
+    double forward, backward;
+} op_case;
+
+#define CASE(id, expression) \
+    static dt_tensor *run_##id(const inputs *in) { return expression; }
+
+static dt_reduce_desc over_middle(int keepdim) {
+    return (dt_reduce_desc){ .dims = { 1 }, .n = 1, .keepdim = keepdim };
+}
+static const dt_window_desc pool = { .kernel = { 2, 2 } };
+
+CASE(affine, dt_affine(in->x, 2, 1))
+CASE(relu, dt_relu(in->x))
+CASE(abs, dt_abs(in->x))
+CASE(clamp, dt_clamp(in->x, -1, 1))
+CASE(square, dt_pow(in->x, 2))
+CASE(sqrt, dt_sqrt(in->x))
+CASE(exp, dt_exp(in->x))
+CASE(ln, dt_ln(in->x))
+CASE(sigmoid, dt_sigmoid(in->x))
+CASE(softplus, dt_softplus(in->x))
+CASE(tanh, dt_tanh(in->x))
+CASE(silu, dt_silu(in->x))
+CASE(gelu, dt_gelu(in->x))
+CASE(gelu_erf, dt_gelu_erf(in->x))
+CASE(swiglu, dt_swiglu(dt_reshape(in->x, DT_SHAPE(in->rows / 2, 2, COLS))))
+CASE(add, dt_add(in->x, in->y))
+CASE(add_row, dt_add(in->x, in->bias))
+CASE(mul, dt_mul(in->x, in->y))
+CASE(div, dt_div(in->x, in->y))
+CASE(minimum, dt_minimum(in->x, in->y))
+CASE(less, dt_less(in->x, in->y))
+CASE(where, dt_where(in->mask, in->x, in->y))
+CASE(masked_fill, dt_masked_fill(in->x, in->mask, -1))
+CASE(sum_rows, dt_sum_over(in->x, 0))
+CASE(sum_cols, dt_sum_over(in->x, 1))
+CASE(
+    mean_middle, dt_mean_dims(dt_reshape(in->x, DT_SHAPE(in->rows / 64, 64, COLS)), over_middle(1)))
+CASE(max_cols, dt_max_over(in->x, 1))
+CASE(argmax, dt_argmax(in->x, 1))
+CASE(cumsum_rows, dt_cumsum(in->x, 0))
+CASE(cumsum_cols, dt_cumsum(in->x, 1))
+CASE(transpose, dt_transpose(in->x, 0, 1))
+CASE(slice, dt_slice(in->x, 1, 0, COLS / 2))
+CASE(select, dt_select(dt_reshape(in->x, DT_SHAPE(in->rows, 2, COLS / 2)), 1, 1))
+CASE(concat, dt_concat((dt_tensor *[]){ in->x, in->y }, 2, 1))
+CASE(broadcast_to, dt_broadcast_to(in->gain, in->x->shape))
+CASE(softmax, dt_softmax(in->x))
+CASE(layernorm, dt_layernorm(in->x, in->gain, in->bias, 0))
+CASE(rmsnorm, dt_rmsnorm(in->x, in->gain, 0))
+CASE(embedding, dt_embedding(in->x, in->ids))
+CASE(one_hot, dt_one_hot(in->ids, COLS, DT_F32))
+CASE(cast_bf16, dt_cast(in->x, DT_BF16))
+CASE(mse, dt_mse(in->x, in->y, 1))
+CASE(bce, dt_bce_with_logits(in->x, in->mask, 1))
+CASE(max_pool2d, dt_max_pool2d(in->images, pool))
+CASE(avg_pool2d, dt_avg_pool2d(in->images, pool))
+
+/* Backward: the gradient of the result is read, the inputs that the derivative needs are read, the
+   inputs' gradients are written. */
+#define ROW(id, forward, backward) \
+    { #id, run_##id, forward, backward }
+static const op_case cases[] = { ROW(affine, 2, 2), ROW(relu, 2, 3), ROW(abs, 2, 3),
+    ROW(clamp, 2, 3), ROW(square, 2, 3), ROW(sqrt, 2, 3), ROW(exp, 2, 3), ROW(ln, 2, 3),
+    ROW(sigmoid, 2, 3), ROW(softplus, 2, 3), ROW(tanh, 2, 3), ROW(silu, 2, 3), ROW(gelu, 2, 3),
+    ROW(gelu_erf, 2, 3), ROW(swiglu, 1.5, 2.5), ROW(add, 3, 3), ROW(add_row, 2, 2), ROW(mul, 3, 5),
+    ROW(div, 3, 5), ROW(minimum, 3, 5), ROW(less, 3, 0), ROW(where, 4, 4), ROW(masked_fill, 3, 3),
+    ROW(sum_rows, 1, 1), ROW(sum_cols, 1, 1), ROW(mean_middle, 1, 1), ROW(max_cols, 1, 2),
+    ROW(argmax, 1, 0), ROW(cumsum_rows, 2, 2), ROW(cumsum_cols, 2, 2), ROW(transpose, 2, 2),
+    ROW(slice, 1, 1.5), ROW(select, 1, 1.5), ROW(concat, 4, 4), ROW(broadcast_to, 1, 1),
+    ROW(softmax, 2, 3), ROW(layernorm, 2, 3), ROW(rmsnorm, 2, 3), ROW(embedding, 2, 2),
+    ROW(one_hot, 1, 0), ROW(cast_bf16, 1.5, 1.5), ROW(mse, 2, 3), ROW(bce, 2, 3),
+    ROW(max_pool2d, 1.25, 2.25), ROW(avg_pool2d, 1.25, 1.25) };
+
+// ==== Measurements ==============================================================================
+
+typedef struct triad {
+    float *a, *b, *c;
+    size_t n;
+} triad;
+
+static double triad_seconds(const triad *t) {
+    float *restrict a = t->a;
+    const float *restrict b = t->b, *restrict c = t->c;
+    double start = bench_thread_seconds();
+    for (size_t i = 0; i < t->n; i++) a[i] = b[i] + 3 * c[i];
+    return bench_thread_seconds() - start;
+}
+
+static void set_inputs(inputs *in) {
+    int32_t *ids = (int32_t *)malloc((size_t)in->rows * sizeof *ids);
+    for (int64_t i = 0; ids && i < in->rows; i++) ids[i] = (int32_t)(i * 7919 % COLS);
+    in->mask = dt_less(in->x, in->y);
+    in->ids = dt_input(in->ctx, DT_I32, DT_SHAPE(in->rows), ids);
+    in->images = dt_reshape(in->x, DT_SHAPE(in->rows / 64, 8, 8, COLS));
+    free(ids);
+}
+
+/* Runs the case once: sets the seconds of forward and backward. */
+static void run_case(const op_case *c, inputs *in, double *forward, double *backward) {
+    set_inputs(in);
+    timed.calls = 0;
+    dt_tensor *out = c->run(in);
+    *forward = fmin(*forward, seconds_from(0));
+    if (c->backward > 0) {
+        dt_tensor *sum = dt_count(out->shape) == 1 ? out : dt_sum_over(out, DT_ALL);
+        timed.calls = 0;
+        dt_backward(sum); /* first: a check of the sum, its gradient 1, and its backward */
+        *backward = fmin(*backward, seconds_from(sum == out ? 2 : 3));
+        dt_clear_grads(in->ctx);
+    }
+    dt_reset(in->ctx);
+}
+
+static void print_case(const char *name, const char *pass, double bytes, double seconds,
+    double rate, double *worst, const char **worst_name) {
+    double share = bytes / seconds / rate;
+    printf("%s,%s,%.0f,%.1f,%.2f,%.3f\n", name, pass, bytes, 1e6 * seconds, 1e-9 * bytes / seconds,
+        share);
+    if (share < *worst) *worst = share, *worst_name = name;
+}
+
+static int run_cases(const settings *s, inputs *in, triad *t) {
+    double worst = INFINITY;
+    const char *worst_name = "none";
+    printf("op,pass,bytes,us,gbs,share\n");
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const op_case *c = &cases[i];
+        double forward = INFINITY, backward = INFINITY, best = INFINITY, start = bench_now();
+        if (s->only && !strstr(c->name, s->only)) continue;
+        for (int n = 0; n < 4 || bench_now() - start < s->seconds; n++) {
+            run_case(c, in, &forward, &backward);
+            best = fmin(best, triad_seconds(t));
+        }
+        if (dt_error(in->ctx) != DT_OK) {
+            fprintf(stderr, "error: %s: %s\n", c->name, dt_error_text(in->ctx));
+            return 1;
+        }
+        double bytes = 4.0 * (double)t->n, rate = 3 * bytes / best;
+        print_case(c->name, "forward", c->forward * bytes, forward, rate, &worst, &worst_name);
+        if (c->backward > 0)
+            print_case(
+                c->name, "backward", c->backward * bytes, backward, rate, &worst, &worst_name);
+    }
+    printf("summary,smallest_share,%.3f\n# smallest share: %s\n", worst, worst_name);
+    return 0;
+}
+
+// ==== Batched products ==========================================================================
+
+typedef struct product_case {
+    int64_t batch, m, k, n;
+} product_case;
+static const product_case products[] = { { 8, 512, 512, 512 }, { 96, 128, 64, 128 },
+    { 96, 128, 128, 64 }, { 64, 65, 33, 17 }, { 1024, 16, 16, 16 } };
+
+static int run_products(const settings *s, dt_ctx *ctx) {
+    double worst = INFINITY;
+    printf("batched product,trans,gflops,one_gflops,share\n");
+    for (size_t i = 0; i < sizeof products / sizeof *products; i++)
+        for (int form = 0; form < 4; form++) {
+            product_case p = products[i];
+            dt_matmul_desc d = { form & 1, form >> 1 };
+            float *a = (float *)bench_operand(DT_F32, (size_t)(p.batch * p.m * p.k), 1);
+            float *b = (float *)bench_operand(DT_F32, (size_t)(p.batch * p.k * p.n), 2);
+            float *c = (float *)bench_operand(DT_F32, (size_t)(p.batch * p.m * p.n), 3);
+            size_t room = dt_matmul_work(p.n, p.k, DT_F32);
+            void *work = aligned_alloc(64, (room + 63) / 64 * 64);
+            dt_shape left = d.trans_a ? DT_SHAPE(p.batch, p.k, p.m) : DT_SHAPE(p.batch, p.m, p.k);
+            dt_shape right = d.trans_b ? DT_SHAPE(p.batch, p.n, p.k) : DT_SHAPE(p.batch, p.k, p.n);
+            dt_matmul_args one = { .dtype = DT_F32,
+                .c = c,
+                .m = p.m,
+                .n = p.n,
+                .k = p.k,
+                .trans_a = d.trans_a,
+                .trans_b = d.trans_b,
+                .work = work,
+                .work_bytes = room };
+            double batched = INFINITY, single = INFINITY, start = bench_now();
+            for (int n = 0; n < 4 || bench_now() - start < s->seconds; n++) {
+                dt_tensor *x = dt_input(ctx, DT_F32, left, a), *y = dt_input(ctx, DT_F32, right, b);
+                timed.calls = 0;
+                dt_matmul(x, y, d);
+                batched = fmin(batched, seconds_from(0));
+                dt_reset(ctx);
+                double begin = bench_thread_seconds();
+                for (int64_t j = 0; j < p.batch; j++) {
+                    one.a = a + j * p.m * p.k, one.b = b + j * p.k * p.n, one.c = c + j * p.m * p.n;
+                    dt_kernels_cpu()->matmul(&one, NULL);
+                }
+                single = fmin(single, bench_thread_seconds() - begin);
+            }
+            double gflop = 2e-9 * (double)(p.batch * p.m * p.n * p.k);
+            worst = fmin(worst, single / batched);
+            printf("%dx%dx%dx%d,%s,%.1f,%.1f,%.3f\n", (int)p.batch, (int)p.m, (int)p.k, (int)p.n,
+                (const char *[]){ "NN", "TN", "NT", "TT" }[form], gflop / batched, gflop / single,
+                single / batched);
+            free(a), free(b), free(c), free(work);
+        }
+    printf("summary,smallest_product_share,%.3f\n", worst);
+    return dt_error(ctx) != DT_OK;
+}
+
+static settings parse(int argc, char **argv) {
+    settings s = { 0.5, 8192, NULL };
+    for (int i = 1; i < argc; i++) {
+        const char *v;
+        if ((v = bench_option(argc, argv, &i, "--seconds")) != NULL)
+            s.seconds = atof(v);
+        else if ((v = bench_option(argc, argv, &i, "--rows")) != NULL)
+            s.rows = atoll(v);
+        else if ((v = bench_option(argc, argv, &i, "--only")) != NULL)
+            s.only = v;
+        else
+            bench_refuse(argc, argv, i, "--seconds X, --rows N (a multiple of 64), --only NAME");
+    }
+    if (s.rows < 64 || s.rows % 64 != 0)
+        bench_refuse(argc, argv, argc, "--seconds X, --rows N (a multiple of 64), --only NAME");
+    return s;
+}
+
+int main(int argc, char **argv) {
+    settings s = parse(argc, argv);
+    size_t n = (size_t)s.rows * COLS;
+    dt_kernels table = *dt_kernels_cpu();
+#define TIMED_ENTRY(k) table.k = timed_##k;
+    DT_KERNELS(TIMED_ENTRY)
+#undef TIMED_ENTRY
+    dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .seed = 1, .kernels = &table });
+    inputs in = { .ctx = ctx, .rows = s.rows };
+    in.x = dt_param(ctx, "x", DT_SHAPE(s.rows, COLS), DT_UNIFORM(2));
+    in.y = dt_param(ctx, "y", DT_SHAPE(s.rows, COLS), DT_UNIFORM(2));
+    in.gain = dt_param(ctx, "gain", DT_SHAPE(COLS), DT_ONES);
+    in.bias = dt_param(ctx, "bias", DT_SHAPE(COLS), DT_ZEROS);
+    triad t = { (float *)bench_operand(DT_F32, n, 1), (float *)bench_operand(DT_F32, n, 2),
+        (float *)bench_operand(DT_F32, n, 3), n };
+    if (!t.a || !t.b || !t.c) return 1;
+    bench_print_machine();
+    int failed = run_cases(&s, &in, &t) || run_products(&s, ctx);
+    free(t.a), free(t.b), free(t.c);
+    dt_ctx_free(ctx);
+    return failed;
+}
