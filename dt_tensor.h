@@ -2751,7 +2751,7 @@ static void dt__quantize_block(int quant, const float *in, unsigned char *out) {
 }
 
 dt_status dt_quantize(dt_quant quant, const float *in, int64_t count, void *out) {
-    if (count != 0 && dt_quant_bytes(quant, count) == 0) return DT_ERR_ARG;
+    if (count != 0 && (dt_quant_bytes(quant, count) == 0 || !in || !out)) return DT_ERR_ARG;
     for (int64_t i = 0; quant == DT_QUANT_BF16 && i < count; i++)
         ((uint16_t *)out)[i] = dt__f32_to_bf16(in[i]);
     for (int64_t i = 0; quant != DT_QUANT_BF16 && i < count; i += DT__QUANT_BLOCK)
@@ -2784,7 +2784,7 @@ DT__INLINE void dt__dequantize(int quant, const void *from, int64_t at, int64_t 
 }
 
 dt_status dt_dequantize(dt_quant quant, const void *in, int64_t count, float *out) {
-    if (count != 0 && dt_quant_bytes(quant, count) == 0) return DT_ERR_ARG;
+    if (count != 0 && (dt_quant_bytes(quant, count) == 0 || !in || !out)) return DT_ERR_ARG;
     dt__dequantize((int)quant, in, 0, count, out);
     return DT_OK;
 }
@@ -12528,8 +12528,8 @@ static dt_status dt__cast_any(const dt_cast_args *a) {
     return DT_OK;
 }
 
-/* Returns the same copy with its dimensions in the order of the output, without dimensions of size 1,
-   and with neighbours merged that are dense in both arrays. So strips are long, and a transpose
+/* Returns the same copy with its dimensions in the order of the output, without dimensions of size
+   1, and with neighbours merged that are dense in both arrays. So strips are long, and a transpose
    writes along its last dimension. */
 static dt_permute_args dt__permute_ordered(dt_permute_args a) {
     dt_permute_args to = a;
@@ -13711,8 +13711,8 @@ DT__FN dt_status DT__K(cast)(const dt_cast_args *a) {
     return dt__cast_any(a);
 }
 
-/* Copies one tile of a transpose: `in` is dense along dimension `rows`, out along the last. Both read
-   and write whole cache lines. */
+/* Copies one tile of a transpose: `in` is dense along dimension `rows`, out along the last, so both
+   are read and written in whole cache lines. */
 DT__FN void DT__K(permute_tile)(
     const dt_permute_args *a, int rows, int64_t in, int64_t out, int64_t n_rows, int64_t n_cols) {
     DT__REAL tile[DT__TILE * DT__TILE], buf[DT__TILE];

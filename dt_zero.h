@@ -5900,6 +5900,7 @@ static void dt__ckpt_sink(
 }
 
 int dt_weight_map_part(const dt_weight_map *map, int i, char *name, dt_weight_part *part) {
+    if (!map || map->n < 1 || map->n > 2 || i < 0 || !name || !part) return 0;
     int parts = map->groups > 1 ? map->n * map->groups : map->n;
     if (i >= parts) return parts;
     const char *from = map->name[i % map->n], *star = strchr(from, '*');

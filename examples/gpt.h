@@ -814,7 +814,10 @@ static inline gpt gpt_register(dt_ctx *ctx, gpt_config c) {
             "gpt_register: LoRA of rank %d, alpha %g, dropout %g on modules %#x, base %s: a base "
             "needs adapters, and %s has modules %#x",
             c.lora.rank, c.lora.alpha, c.lora.dropout, c.lora.modules, dt_quant_name(c.base),
-            c.arch == GPT_LLAMA ? "a Llama" : "a GPT-2", gpt_lora_modules(c));
+            c.mla.kv_rank         ? "latent attention"
+            : c.arch == GPT_LLAMA ? "a Llama"
+                                  : "a GPT-2",
+            c.mla.kv_rank ? 0 : gpt_lora_modules(c));
         return m;
     }
     if (c.heads % dt_comm_size(c.tp) != 0) {
@@ -981,6 +984,23 @@ static inline dt_tensor *gpt_cache_append(gpt_cache *c, dt_tensor *all, dt_tenso
     return all;
 }
 
+/* Local layers attend to a window of tokens, global layers to all (see gpt_parts). */
+static inline int gpt_is_local(gpt_config c, int layer) {
+    int every = c.parts.global_every;
+    return c.parts.window > 0 && (every == 0 || (layer + 1) % every != 0);
+}
+
+/* The mask and the scores of a layer; the positions and documents are those of dt_cp_make with
+   cp. */
+static inline dt_attn_desc gpt_attn_desc(const gpt_pass *r) {
+    gpt_config c = r->model->config;
+    dt_attn_desc d = { .window = gpt_is_local(c, gpt_layer_at(r)) ? c.parts.window : 0,
+        .soft_cap = c.parts.attn_soft_cap };
+    if (!r->tokens.context) d.positions = r->tokens.positions, d.documents = r->tokens.documents;
+    if (c.parts.query_scalar > 0) d.scale = 1 / sqrt(c.parts.query_scalar);
+    return d;
+}
+
 /* A tensor of zeros whose dimension 2, the heads, is sharded over tp. */
 static inline dt_tensor *gpt_zeros(const gpt *m, dt_shape shape) {
     dt_tensor *t = dt_new(m->ctx, m->config.dtype, shape);
@@ -1008,15 +1028,18 @@ static inline dt_tensor *gpt_join(dt_tensor *a, dt_tensor *b, int dim) {
 
    Elements 2 i and 2 i + 1 of the rope_dim elements are a pair, as in DeepSeek's files;
    transformers computes with the pairs in another order, which changes no score. The scores are
-   scaled by 1/sqrt(nope_dim + rope_dim). v is padded with zeros to the size of k, because
-   dt_attention has one size; context parallelism sends the padded v. In generation the cache has
-   only latents and rotated keys, and kv_b multiplies all of them for each new token. */
+   scaled by 1/sqrt(nope_dim + rope_dim), or by 1/sqrt(parts.query_scalar). v is padded with zeros
+   to the size of k, because dt_attention has one size; context parallelism sends the padded v. In
+   generation the cache has only latents and rotated keys, and kv_b multiplies all of them for each
+   new token. */
 static inline dt_tensor *gpt_latent_heads(const gpt_pass *r, dt_tensor *x) {
     const double eps = 1e-6; /* of the norms of latents, whatever config.norm_eps */
     const gpt *m = r->model;
     const gpt_layer *l = &m->layer[gpt_layer_at(r)];
     const gpt_mla a = m->config.mla;
-    const dt_rope_desc rope = { .theta = m->config.theta, .interleaved = 1 };
+    const dt_rope_desc rope = {
+        .theta = m->config.theta, .interleaved = 1, .scaling = m->config.parts.rope
+    };
     dt_tensor *n = gpt_norm(m, x, l->ln_1_gain, NULL);
     dt_tensor *q = a.q_rank ? dt_rmsnorm(dt_linear(n, l->q_a, NULL), l->q_a_norm, eps) : n;
     /* (B,T,H,nope_dim + rope_dim) */
@@ -1043,17 +1066,11 @@ static inline dt_tensor *gpt_latent_heads(const gpt_pass *r, dt_tensor *x) {
     dt_tensor *k = gpt_join(dt_slice(kv, 3, 0, a.nope_dim),
         dt_add(shared, gpt_zeros(m, DT_SHAPE(B, all, H, a.rope_dim))), 3);
     if (padding > 0) v = gpt_join(v, gpt_zeros(m, DT_SHAPE(B, all, H, padding)), 3);
-    dt_attn_desc mask = { .positions = r->tokens.positions, .documents = r->tokens.documents };
-    dt_tensor *heads = r->tokens.context ? dt_cp_attention(q, k, v, r->tokens.context)
-                                         : dt_attention(q, k, v, mask);
+    dt_attn_desc desc = gpt_attn_desc(r);
+    dt_tensor *heads = r->tokens.context ? dt_cp_attention_at(q, k, v, r->tokens.context, desc)
+                                         : dt_attention(q, k, v, desc);
     if (heads && padding > 0) heads = dt_slice(heads, 3, 0, a.value_dim);
     return heads ? dt_reshape(heads, DT_SHAPE(B, T, H * a.value_dim)) : NULL;
-}
-
-/* Local layers attend to a window of tokens, global layers to all (see gpt_parts). */
-static inline int gpt_is_local(gpt_config c, int layer) {
-    int every = c.parts.global_every;
-    return c.parts.window > 0 && (every == 0 || (layer + 1) % every != 0);
 }
 
 /* QK-norm and rotary embedding of q or k, (B,T,H,D); `gain` (D) is NULL without QK-norm. */
@@ -1065,17 +1082,6 @@ static inline dt_tensor *gpt_rotate(const gpt_pass *r, dt_tensor *x, dt_tensor *
     if (gpt_is_local(c, gpt_layer_at(r)) && c.parts.local_theta > 0)
         d = (dt_rope_desc){ .theta = c.parts.local_theta };
     return dt_rope(x, r->positions, d);
-}
-
-/* The mask and the scores of a layer; the positions and documents are those of dt_cp_make with
-   cp. */
-static inline dt_attn_desc gpt_attn_desc(const gpt_pass *r) {
-    gpt_config c = r->model->config;
-    dt_attn_desc d = { .window = gpt_is_local(c, gpt_layer_at(r)) ? c.parts.window : 0,
-        .soft_cap = c.parts.attn_soft_cap };
-    if (!r->tokens.context) d.positions = r->tokens.positions, d.documents = r->tokens.documents;
-    if (c.parts.query_scalar > 0) d.scale = 1 / sqrt(c.parts.query_scalar);
-    return d;
 }
 
 /* A layer's attention without the output projection, (B,T,C) -> (B,T,H*D/tp). Selective recompute

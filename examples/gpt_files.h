@@ -437,8 +437,18 @@ static inline int gpt_key_count(dt_json *j, const char *key, int max) {
     return (int)value;
 }
 
-static inline void gpt_config_deepseek(dt_json *j, gpt_config *c) {
+/* Returns query_scalar of DeepSeek's model: with YaRN and mscale_all_dim the scores of attention are
+   multiplied by (0.1 mscale_all_dim ln(factor) + 1)^2; 0 if they are not. */
+static inline double gpt_yarn_query_scalar(dt_json *j, const gpt_config *c) {
     int rope = gpt_key(j, 0, "rope_parameters", 0);
+    if (rope < 0) rope = gpt_key(j, 0, "rope_scaling", 0);
+    double all = rope < 0 ? 0 : gpt_key_number(j, rope, "mscale_all_dim", 0);
+    if (all == 0 || c->parts.rope.kind != DT_ROPE_YARN) return 0;
+    double m = 0.1 * all * log(c->parts.rope.factor) + 1;
+    return (c->mla.nope_dim + c->mla.rope_dim) / (m * m * m * m);
+}
+
+static inline void gpt_config_deepseek(dt_json *j, gpt_config *c) {
     c->arch = GPT_LLAMA;
     c->layers = gpt_key_int(j, "num_hidden_layers", 0, GPT_MAX_LAYERS);
     c->width = gpt_key_int(j, "hidden_size", 0, 1 << 24);
@@ -462,11 +472,8 @@ static inline void gpt_config_deepseek(dt_json *j, gpt_config *c) {
     c->top_groups = gpt_key_int(j, "topk_group", 1, 1 << 20);
     c->raw_gates = !gpt_key_bool(j, "norm_topk_prob", 1);
     c->gate_scale = gpt_key_number(j, 0, "routed_scaling_factor", 1);
-    c->theta = gpt_key_number(j, rope < 0 ? 0 : rope, "rope_theta", 10000);
-    /* other kinds also scale the scores */
-    if (rope >= 0) gpt_key_word(j, rope, "rope_type", "default", "default");
-    if (gpt_key(j, 0, "rope_scaling", 0) >= 0)
-        dt_json_fail(j, dt_json_find(j, 0, "rope_scaling"), "rope_scaling is not supported");
+    gpt_config_rope(j, c, 0);
+    c->parts.query_scalar = gpt_yarn_query_scalar(j, c);
     gpt_key_must_be(j, "rope_interleave", 1);
     gpt_key_word(j, 0, "hidden_act", "silu", "swish");
     gpt_key_word(j, 0, "scoring_func", "sigmoid", "sigmoid");
@@ -598,6 +605,9 @@ static inline int gpt_file_has_parts(const gpt_config *c) {
     const gpt_parts *p = &c->parts;
     int kind = gpt_file_model(c), gemma_3 = kind == GPT_FILE_GEMMA3, capped = p->attn_soft_cap > 0;
     if (p->qkv_bias && (p->qk_norm || p->gemma)) return 0;
+    if (gpt_is_deepseek(*c))
+        return kind == GPT_FILE_LLAMA && !p->head_dim && !capped && p->logit_soft_cap == 0 &&
+               (p->query_scalar == 0 || p->rope.kind == DT_ROPE_YARN);
     if (kind == GPT_FILE_MISTRAL && p->global_every) return 0;
     if (p->local_theta > 0 && !gemma_3) return 0;
     /* in Gemma 3's file only global layers have RoPE scaling */
@@ -606,10 +616,10 @@ static inline int gpt_file_has_parts(const gpt_config *c) {
     return p->gemma || (p->query_scalar == 0 && !capped && p->logit_soft_cap == 0);
 }
 
-/* Writes the object `key` with the settings of the rotary embedding; theta 0 leaves the base
-   out. */
+/* Writes the object `key` with the settings of the rotary embedding; theta 0 leaves the base out, and
+   all_dim 0 leaves mscale_all_dim out (gpt_yarn_query_scalar). */
 static inline void gpt_write_rope(
-    dt_json_out *o, const char *key, double theta, dt_rope_scaling s) {
+    dt_json_out *o, const char *key, double theta, dt_rope_scaling s, double all_dim) {
     static const char *const kinds[] = { "default", "linear", "llama3", "yarn" };
     dt_json_open(o, key, '{');
     if (theta > 0) dt_json_put_number(o, "rope_theta", theta);
@@ -625,6 +635,7 @@ static inline void gpt_write_rope(
         dt_json_put_float(o, "beta_slow", s.low > 0 ? s.low : 1);
         dt_json_put_float(o, "beta_fast", s.high > 0 ? s.high : 32);
         if (s.attention > 0) dt_json_put_float(o, "attention_factor", s.attention);
+        if (all_dim > 0) dt_json_put_float(o, "mscale_all_dim", all_dim);
         dt_json_put_bool(o, "truncate", !s.exact_bounds);
     }
     dt_json_close(o, '}');
@@ -658,16 +669,16 @@ static inline void gpt_write_llama(dt_json_out *o, const gpt_config *c) {
     int kind = gpt_file_model(c), gemma = kind >= GPT_FILE_GEMMA2;
     dt_json_put_number(o, "rms_norm_eps", c->norm_eps > 0 ? c->norm_eps : 1e-5);
     dt_json_put_number(o, "rope_theta", theta);
-    if (p->rope.kind) gpt_write_rope(o, "rope_scaling", 0, p->rope);
+    if (p->rope.kind) gpt_write_rope(o, "rope_scaling", 0, p->rope, 0);
     if (kind == GPT_FILE_GEMMA3) {
         double local = p->local_theta > 0 ? p->local_theta : theta;
         dt_json_put_number(o, "rope_local_base_freq", local);
         dt_json_open(o, "rope_parameters", '{');
-        gpt_write_rope(o, "full_attention", theta, p->rope);
-        gpt_write_rope(o, "sliding_attention", local, none);
+        gpt_write_rope(o, "full_attention", theta, p->rope, 0);
+        gpt_write_rope(o, "sliding_attention", local, none, 0);
         dt_json_close(o, '}');
     } else {
-        gpt_write_rope(o, "rope_parameters", theta, p->rope);
+        gpt_write_rope(o, "rope_parameters", theta, p->rope, 0);
     }
     dt_json_put_string(
         o, gemma ? "hidden_activation" : "hidden_act", gemma ? "gelu_pytorch_tanh" : "silu");
@@ -715,7 +726,11 @@ static inline void gpt_write_deepseek(dt_json_out *o, const gpt_config *c) {
     dt_json_put_bool(o, "rope_interleave", 1);
     dt_json_put_string(o, "bos_token_id", NULL);
     dt_json_put_string(o, "eos_token_id", NULL);
-    gpt_write_rope(o, "rope_parameters", c->theta > 0 ? c->theta : 10000, c->parts.rope);
+    double theta = c->theta > 0 ? c->theta : 10000, scalar = c->parts.query_scalar, all = 0;
+    if (scalar > 0 && c->parts.rope.kind == DT_ROPE_YARN)
+        all = (pow((c->mla.nope_dim + c->mla.rope_dim) / scalar, 0.25) - 1) /
+              (0.1 * log(c->parts.rope.factor));
+    gpt_write_rope(o, "rope_parameters", theta, c->parts.rope, all);
 }
 
 static inline void gpt_write_config(dt_json_out *o, const gpt_config *c) {

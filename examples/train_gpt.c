@@ -1718,11 +1718,18 @@ static void lora_of_file(value *v, gpt_config *c) {
 static void resolve_lora(value *v, gpt_config *c) {
     static const int needing[] = { O_LORA_ALPHA, O_LORA_DROPOUT, O_LORA_ON, O_BASE, O_MERGE };
     if (v[O_ADAPTER].text) lora_of_file(v, c);
-    for (size_t i = 0; i < sizeof needing / sizeof *needing; i++)
-        if (!v[O_LORA].text && v[needing[i]].from >= GIVEN)
-            refuse("--%s %s needs --lora R or --adapter DIR", table[needing[i]].name,
-                v[needing[i]].text);
+    for (size_t i = 0; i < sizeof needing / sizeof *needing; i++) {
+        const option *o = &table[needing[i]];
+        const char *text = v[needing[i]].text;
+        /* a file that --print-config wrote gives the defaults, too */
+        int is_default = text && o->default_text && strcmp(text, o->default_text) == 0;
+        if (!v[O_LORA].text && v[needing[i]].from >= GIVEN && !is_default)
+            refuse("--%s %s needs --lora R or --adapter DIR", o->name, text);
+    }
     if (!v[O_LORA].text) return;
+    if (c->mla.kv_rank)
+        refuse("--lora %s: no module of latent attention (--mla) can have an adapter yet",
+            v[O_LORA].text);
     if (!v[O_LORA_ON].text) set(&v[O_LORA_ON], O_LORA_ON, "q,v", COMPUTED);
     if (!v[O_ADAPTER].text) {
         c->lora.rank = int_of(v, O_LORA);

@@ -15,7 +15,6 @@
 #include <time.h>
 #include <unistd.h>
 
-
 /* The results of one run, in memory that forked ranks share. */
 typedef struct job {
     int wrong;

@@ -17,7 +17,6 @@
 #include <string.h>
 #include <unistd.h>
 
-
 enum { MAX_RANKS = 4, KINDS = 14, SLICES = 20000 };
 
 static const char *const kinds[KINDS] = { "all-reduce", "reduce", "reduce-scatter", "all-gather",

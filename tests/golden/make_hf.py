@@ -62,7 +62,10 @@ def models():
                     num_key_value_heads=4, n_shared_experts=2, n_routed_experts=8, kv_lora_rank=6, qk_rope_head_dim=4,
                     qk_nope_head_dim=5, v_head_dim=3, n_group=4, topk_group=2, num_experts_per_tok=3,
                     max_position_embeddings=24, rms_norm_eps=1e-2, first_k_dense_replace=1, **IDS)
-    v3 = DeepseekV3Config(num_hidden_layers=3, q_lora_rank=7, routed_scaling_factor=2.5, num_mtp_layers=1, **deepseek)
+    v3 = DeepseekV3Config(num_hidden_layers=3, q_lora_rank=7, routed_scaling_factor=2.5, num_mtp_layers=1,
+                          rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0, "factor": 6.0, "beta_fast": 4, "beta_slow": 1,
+                                           "original_max_position_embeddings": 8, "mscale": 0.8, "mscale_all_dim": 1.5},
+                          **deepseek)
     mtp = DeepseekV3Config(num_hidden_layers=1, q_lora_rank=None, routed_scaling_factor=1.5, norm_topk_prob=False,
                            num_mtp_layers=2, tie_word_embeddings=True, **deepseek)
     for config in v3, mtp:
@@ -196,11 +199,19 @@ class Rotary(torch.nn.Module):
         super().__init__()
         self.dim = config.head_dim or config.hidden_size // config.num_attention_heads
         self.theta = config.rope_parameters["rope_theta"]
+        self.turn = self.theta ** (-torch.arange(0, self.dim, 2, dtype=torch.float64) / self.dim)
+        self.factor = 1.0
+        if config.rope_parameters["rope_type"] == "yarn":
+            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+            narrow, torch.float, torch.float32 = (torch.float, torch.float32), torch.float64, torch.float64
+            torch.set_default_dtype(torch.float64)
+            self.turn, self.factor = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+            torch.float, torch.float32 = narrow
+            torch.set_default_dtype(torch.float32)
 
     def forward(self, x, position_ids):
-        turn = self.theta ** (-torch.arange(0, self.dim, 2, dtype=torch.float64) / self.dim)
-        angles = (position_ids[..., None] * turn).repeat(1, 1, 2)
-        return angles.cos(), angles.sin()
+        angles = (position_ids[..., None] * self.turn).repeat(1, 1, 2)
+        return angles.cos() * self.factor, angles.sin() * self.factor
 
 
 class Router(torch.nn.Module):

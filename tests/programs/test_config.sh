@@ -136,7 +136,7 @@ settings() { # settings JSON ARGS: the printed settings of a run, in $dir/out
 }
 settings '{"lr": 3e-4, "warmup": 1}' --beta1 0.8
 grep -q ' lr 0.0003+' "$dir/out" && grep -q 'warmup 1+' "$dir/out" && grep -q 'beta1 0.8\*' "$dir/out" &&
-    grep -q 'beta2 0.95 ' "$dir/out" && grep -q 'options \* given, + by --config, \$ by the environment' "$dir/out"
+    grep -Eq 'beta2 0.95( |$)' "$dir/out" && grep -q 'options \* given, + by --config, \$ by the environment' "$dir/out"
 report $? "the settings say which of flag, file and default set a value, and 3e-4 is 0.0003"
 offload="\"nvme_path\": \"$dir\"}, \"stage\": 1}, \"steps_per_print\": 10}"
 settings "{\"zero_optimization\": {\"offload_optimizer\": {\"device\": \"nvme\", $offload"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # test_docs.sh - the documents: every command in a block marked sh runs; every link, file and function exists
 #
-# Commands run in a folder with only an input.txt and a tokenizer.json; train_gpt makes 2 steps. A command with "# ends with status N"
+# Commands run in a folder with only an input.txt, a tokenizer.json and a small model in llama; train_gpt makes 2 steps. A command with "# ends with status N"
 # must end with that status.
 cd "$(dirname "$0")/../.." || exit 1
 . tests/support/slow.sh
@@ -23,6 +23,8 @@ printf '#!/bin/sh\nexec "%s" "$@" --steps 2 --stop-at 2\n' "$(cd "$B" && pwd)/tr
 chmod +x "$D/build/train_gpt"
 head -c 60000 dt_tensor.h >"$D/input.txt"
 cp tests/golden/tokenizer/gpt2.json "$D/tokenizer.json"
+"$D/build/train_gpt" --data "$D/input.txt" --arch llama --layers 1 --width 64 --heads 2 --ffn 128 --seq 64 --save-model "$D/llama" \
+    >"$D/log" 2>&1 || bad "the model of the commands" "$D/log"
 
 "$D/build/train_gpt" --help >"$D/help"
 commands=0

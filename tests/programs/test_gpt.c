@@ -511,6 +511,10 @@ static void give_latent(gpt_config *c, int which) {
     if (which == 11) return;
     c->experts = 4, c->top_k = 2, c->shared_experts = 2, c->moe_ffn = 9, c->first_dense = 1;
     c->route = DT_ROUTE_SIGMOID, c->expert_groups = 2, c->top_groups = 1, c->gate_scale = 2.5;
+    c->parts.rope = (dt_rope_scaling){
+        .kind = DT_ROPE_YARN, .factor = 4, .original = 8, .low = 1, .high = 4, .attention = 1.25
+    };
+    c->parts.query_scalar = 7 / pow(0.1 * log(4) + 1, 4); /* mscale_all_dim is 1 */
 }
 enum { MTP_MODEL = 11, MIXTRAL = 12, MODELS };
 
@@ -573,7 +577,8 @@ static int same_parts(const gpt_parts *a, const gpt_parts *b) {
            high = x->kind == DT_ROPE_LLAMA3 && x->high == 0 ? 4 : x->high;
     return a->head_dim == b->head_dim && a->qkv_bias == b->qkv_bias && a->qk_norm == b->qk_norm &&
            a->window == b->window && a->global_every == b->global_every &&
-           a->local_theta == b->local_theta && a->query_scalar == b->query_scalar &&
+           a->local_theta == b->local_theta &&
+           fabs(a->query_scalar - b->query_scalar) <= 1e-14 * a->query_scalar &&
            a->attn_soft_cap == b->attn_soft_cap && a->logit_soft_cap == b->logit_soft_cap &&
            a->gemma == b->gemma && x->kind == y->kind && x->factor == y->factor &&
            x->original == y->original && low == y->low && high == y->high &&

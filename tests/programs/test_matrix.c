@@ -1843,7 +1843,7 @@ static void list_adapters(int cases) {
     int gpts = 0, added = 0, every = cases / (2 * ADAPTED) + 1, n = n_listed;
     for (int i = NAMED; i < n && added < ADAPTED; i++) {
         spec s = listed[i];
-        if (s.model != MODEL_GPT || gpts++ % every) continue;
+        if (s.model != MODEL_GPT || is_latent(s) || gpts++ % every) continue;
         s.lora = LORA_QV + added++ % 3;
         /* stored bytes have no padding */
         if (s.lora == LORA_BF16 && s.ffn % s.tp) s.lora = LORA_ALL;

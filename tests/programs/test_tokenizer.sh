@@ -39,9 +39,9 @@ count $? "the stored vectors are not the package's"
 
 # Training: the words of the headers have many pairs with equal counts.
 cat dt_*.h >"$dir/train"
-timeout $((120 * SLOW)) "$B/test_tokenizer" --train "$dir/train" 6000 "$dir/mine.json" >"$dir/log" 2>&1
+timeout $((120 * SLOW)) "$B/test_tokenizer" --train "$dir/train" 2500 "$dir/mine.json" >"$dir/log" 2>&1
 count $? "training"
-"$PYTHON" tests/golden/make_tokenizer.py --trained "$dir/mine.json" "$dir/train" 6000 >"$dir/log" 2>&1 &&
+"$PYTHON" tests/golden/make_tokenizer.py --trained "$dir/mine.json" "$dir/train" 2500 >"$dir/log" 2>&1 &&
     [ "$(grep -c ^ok "$dir/log")" = 3 ]
 count $? "the trained vocabulary is not the package's"
 

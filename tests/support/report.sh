@@ -16,7 +16,7 @@ report() { # report STATUS TEXT: one check, which passes if STATUS is 0
     if [ "$1" = 0 ]; then passed=$((passed + 1)); return; fi
     failed=$((failed + 1))
     echo "FAIL $2"
-    cat "$dir"/err* 2>/dev/null | head -n 6 | cat -v | sed 's/^/    /'
+    for f in "$dir"/err*; do [ ! -f "$f" ] || cat "$f"; done 2>/dev/null | head -n 6 | cat -v | sed 's/^/    /'
 }
 
 skip() { echo "SKIP $1"; skipped=$((skipped + 1)); }

@@ -1674,8 +1674,8 @@ static void test_misuse(void) {
 
 /* Removes each kernel from a copy of the table in turn: the program fails and names the kernel. */
 static void missing_kernels(void) {
-    static const char *const unused[] = { "copy", "digest", "adamw", "sgd", "cross_entropy_merge",
-        "momentum", "frozen_adam", "sign_pack", "sign_unpack" };
+    static const char *const unused[] = { "copy", "digest", "quantize", "adamw", "sgd",
+        "cross_entropy_merge", "momentum", "frozen_adam", "sign_pack", "sign_unpack" };
 #define TAKE_OUT(k) \
     do { \
         dt_kernels table = *dt_kernels_cpu(); \
@@ -2124,8 +2124,8 @@ static size_t ng_peak(int layers, int recompute, int residual) {
         CHECK(x && x->data && !x->needs_grad);
         dt_reset(ctx);
     }
-    CHECK_MSG(
-        UNDER_ASAN || m.calls == calls, "no_grad: %zu allocations in the last step", m.calls - calls);
+    CHECK_MSG(UNDER_ASAN || m.calls == calls, "no_grad: %zu allocations in the last step",
+        m.calls - calls);
     size_t peak = m.peak[DT_MEM_ACTS];
     close_good(ctx, &m, "no_grad");
     return peak;

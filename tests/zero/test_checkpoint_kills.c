@@ -27,7 +27,6 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-
 enum { RANKS = 4, OUT = 64, IN = 72, VALUES = OUT * IN + OUT, HANG_S = 300 };
 
 // ==== A job =====================================================================================
