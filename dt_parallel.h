@@ -3942,6 +3942,16 @@ dt_status dt_schedule_text(
     return t.used + 1 < t.bytes ? DT_OK : DT_ERR_ARG;
 }
 
+static void DT_PRINTF(2, 3) dt__text_put(dt_json_out *out, const char *fmt, ...) {
+    char text[512];
+    size_t used = 0;
+    va_list args;
+    va_start(args, fmt);
+    dt__append_list(text, sizeof text, &used, fmt, args);
+    va_end(args);
+    dt__json_write(out, text, used);
+}
+
 /* State of an SVG writer. Lengths in the file are in pixels. */
 typedef struct dt__svg {
     dt_json_out out;
@@ -3953,16 +3963,6 @@ enum { DT__SVG_MAX_ROWS = 10000 };
 /* Returns the height of a timeline with the gap below it. */
 static int dt__svg_height(const dt_schedule *s) {
     return DT__SVG_TITLE + s->desc.ranks * DT__SVG_ROW + DT__SVG_GAP;
-}
-
-static void DT_PRINTF(2, 3) dt__svg_put(dt__svg *g, const char *fmt, ...) {
-    char text[512];
-    size_t used = 0;
-    va_list args;
-    va_start(args, fmt);
-    dt__append_list(text, sizeof text, &used, fmt, args);
-    va_end(args);
-    dt__json_write(&g->out, text, used);
 }
 
 /* Formats x with `decimals` decimals, and with a decimal point in every locale. */
@@ -4010,31 +4010,31 @@ static void dt__svg_box(dt__svg *g, const dt_schedule *s, int at, dt_span span, 
     double x = (double)DT__SVG_LEFT + (span.begin - g->begin) * g->scale,
            width = (span.end - span.begin) * g->scale;
     dt__text number = dt__format("%d", a->micro);
-    dt__svg_put(g, "<g><title>rank %d: %s, stage %d: %s from %s on</title>", a->rank,
+    dt__text_put(&g->out, "<g><title>rank %d: %s, stage %d: %s from %s on</title>", a->rank,
         dt__action_text_at(s, at).s, a->stage, dt__seconds_text(span.end - span.begin).s,
         dt__seconds_text(span.begin - g->begin).s);
-    dt__svg_put(g,
+    dt__text_put(&g->out,
         "<rect class=\"a\" x=\"%s\" y=\"%d\" width=\"%s\" height=\"%d\" fill=\"#%06x\"/>",
         dt__fixed(x, 2).s, y, dt__fixed(width, 2).s, DT__SVG_ROW - 2,
         dt__svg_colour(s, (int)a->phase, a->chunk));
     if (width >= 6.2 * (double)number.used + 1)
-        dt__svg_put(g, "<text x=\"%s\" y=\"%d\" text-anchor=\"middle\">%s</text>",
+        dt__text_put(&g->out, "<text x=\"%s\" y=\"%d\" text-anchor=\"middle\">%s</text>",
             dt__fixed(x + width / 2, 2).s, y + 14, number.s);
-    dt__svg_put(g, "</g>\n");
+    dt__text_put(&g->out, "</g>\n");
 }
 
 static void dt__svg_timeline(dt__svg *g, const dt_timeline *line, int y, double width) {
     const dt_schedule *s = line->schedule;
     dt_schedule_bubble all = dt_schedule_bubble_of(s, line->spans, -1);
     g->begin = dt__timeline_span(s, line->spans).begin;
-    dt__svg_put(g, "<text class=\"t\" x=\"8\" y=\"%d\">", y + 18);
+    dt__text_put(&g->out, "<text class=\"t\" x=\"8\" y=\"%d\">", y + 18);
     dt__svg_escaped(g, line->title ? line->title : s->name);
-    dt__svg_put(g, ": %s, bubble %s %% of the work, %s %% of the time</text>\n",
+    dt__text_put(&g->out, ": %s, bubble %s %% of the work, %s %% of the time</text>\n",
         dt__seconds_text(all.makespan).s, dt__fixed(100 * all.idle_per_work, 1).s,
         dt__fixed(100 * all.idle_per_makespan, 1).s);
     for (int r = 0; r < s->desc.ranks; r++) {
         int top = y + DT__SVG_TITLE + r * DT__SVG_ROW;
-        dt__svg_put(g,
+        dt__text_put(&g->out,
             "<text x=\"8\" y=\"%d\">rank %d</text>\n"
             "<rect x=\"%d\" y=\"%d\" width=\"%s\" height=\"%d\" fill=\"#eeeeee\"/>\n",
             top + 14, r, DT__SVG_LEFT, top, dt__fixed(width, 2).s, DT__SVG_ROW - 2);
@@ -4059,16 +4059,16 @@ static void dt__svg_legend(dt__svg *g, const dt_timeline *lines, int n, int y) {
     for (int phase = DT_FORWARD; phase <= DT_BACKWARD_WEIGHT; phase++) {
         if (!used[phase]) continue;
         for (int i = 0; i < shades; i++, x += 14)
-            dt__svg_put(g, "<rect x=\"%d\" y=\"%d\" width=\"14\" height=\"14\" fill=\"#%06x\"/>\n",
-                x, y,
+            dt__text_put(&g->out,
+                "<rect x=\"%d\" y=\"%d\" width=\"14\" height=\"14\" fill=\"#%06x\"/>\n", x, y,
                 dt__svg_colour(
                     widest, phase, i * (widest->desc.chunks - 1) / (shades > 1 ? shades - 1 : 1)));
-        dt__svg_put(g, "<text x=\"%d\" y=\"%d\">%s</text>\n", x + 6, y + 11, names[phase]);
+        dt__text_put(&g->out, "<text x=\"%d\" y=\"%d\">%s</text>\n", x + 6, y + 11, names[phase]);
         x += 22 + 6 * (int)strlen(names[phase]);
     }
     if (widest->desc.chunks > 1)
-        dt__svg_put(
-            g, "<text x=\"%d\" y=\"%d\">lighter: a later chunk of the rank</text>\n", x, y + 11);
+        dt__text_put(&g->out, "<text x=\"%d\" y=\"%d\">lighter: a later chunk of the rank</text>\n",
+            x, y + 11);
 }
 
 /* Returns the scale in pixels per second. In the timeline whose forwards are shortest, a mean
@@ -4117,7 +4117,7 @@ dt_status dt_schedule_svg(dt_ctx *ctx, const char *path, const dt_timeline *line
     g.out.ctx = ctx;
     g.scale = dt__svg_scale(lines, n, &longest);
     double width = longest > 0 ? longest * g.scale : 900;
-    dt__svg_put(&g,
+    dt__text_put(&g.out,
         "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%s\" height=\"%d\" "
         "font-family=\"sans-serif\" "
         "font-size=\"11\">\n"
@@ -4127,7 +4127,7 @@ dt_status dt_schedule_svg(dt_ctx *ctx, const char *path, const dt_timeline *line
     for (int i = 0; i < n; y += dt__svg_height(lines[i++].schedule))
         dt__svg_timeline(&g, &lines[i], y, width);
     dt__svg_legend(&g, lines, n, y);
-    dt__svg_put(&g, "</svg>\n");
+    dt__text_put(&g.out, "</svg>\n");
     if (dt_error(ctx) == DT_OK) dt_file_write(ctx, path, g.out.text, g.out.used);
     dt_json_out_free(&g.out);
     return dt_error(ctx);
@@ -4137,39 +4137,29 @@ dt_status dt_schedule_svg(dt_ctx *ctx, const char *path, const dt_timeline *line
 
 enum { DT__SCHEDULE_COLUMNS = 88 }; /* a line of dt_schedule_write ends after this column */
 
-static void DT_PRINTF(2, 3) dt__lines_put(dt_json_out *out, const char *fmt, ...) {
-    char text[200];
-    size_t used = 0;
-    va_list args;
-    va_start(args, fmt);
-    dt__append_list(text, sizeof text, &used, fmt, args);
-    va_end(args);
-    dt__json_write(out, text, used);
-}
-
 dt_status dt_schedule_write(dt_ctx *ctx, const char *path, const dt_schedule *s) {
     dt_json_out out = { .ctx = ctx };
     if (dt_error(ctx) != DT_OK) return dt_error(ctx);
     if (!path || !s)
         return dt_fail(ctx, DT_ERR_ARG, "dt_schedule_write: %s", path ? "no schedule" : "no path");
-    dt__lines_put(&out, "ranks %d, chunks %d, micros %d    # %s\n", s->desc.ranks, s->desc.chunks,
+    dt__text_put(&out, "ranks %d, chunks %d, micros %d    # %s\n", s->desc.ranks, s->desc.chunks,
         s->desc.micros, s->name);
     for (int r = 0; r < s->desc.ranks; r++) {
-        dt__lines_put(&out, "rank %d: stages", r);
+        dt__text_put(&out, "rank %d: stages", r);
         for (int c = 0; c < s->desc.chunks; c++)
-            dt__lines_put(&out, " %d", dt_schedule_stage_of(s, r, c));
-        dt__lines_put(&out, "\n");
+            dt__text_put(&out, " %d", dt_schedule_stage_of(s, r, c));
+        dt__text_put(&out, "\n");
     }
     for (int r = 0; r < s->desc.ranks; r++) {
         const dt_action *a = dt_schedule_actions(s, r), *end = a + dt_schedule_count(s, r);
         while (a < end) {
             size_t begin = out.used;
-            dt__lines_put(&out, "rank %d:", r);
+            dt__text_put(&out, "rank %d:", r);
             for (;
                  a < end && dt_error(ctx) == DT_OK && out.used - begin < DT__SCHEDULE_COLUMNS - 24;
                  a++)
-                dt__lines_put(&out, " %s", dt__action_text(s, a->phase, a->micro, a->chunk).s);
-            dt__lines_put(&out, "\n");
+                dt__text_put(&out, " %s", dt__action_text(s, a->phase, a->micro, a->chunk).s);
+            dt__text_put(&out, "\n");
             if (dt_error(ctx) != DT_OK) break;
         }
     }

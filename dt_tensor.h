@@ -1430,12 +1430,12 @@ typedef struct dt_param_desc {
        dimension is the matrix's columns, the dimensions between are its rows: with 0, (H,D,C) is
        one matrix (H*D,C). At most the number of dimensions minus 2 */
     int matrices;
-    /* Not DT_QUANT_NONE: a frozen weight in quantised storage, of which only dt_linear_at, its kin
-       and dt_grouped_linear compute. The parameter is then a tensor of bytes, DT_U8: of its shape,
-       also of `full`, the last dimension counts the bytes of the blocks, and dt_read, checkpoints
-       and bytes of memory are those of this tensor. `dtype` has no effect. dt_weights_load
-       quantises what it reads from a float tensor. A group that shards the last dimension must
-       divide its blocks */
+    /* Quantised storage (QLoRA) of a frozen weight; DT_QUANT_NONE: elements of type `dtype`. A
+       quantised parameter is a DT_U8 tensor: the last dimension of its shape and of `full` counts
+       the bytes of the blocks, and dt_read, checkpoints and the memory account see these bytes.
+       `dtype` has no effect. Only the linear layers (dt_linear_at, dt_column_linear, dt_row_linear,
+       dt_grouped_linear) compute with it. dt_weights_load quantises a float tensor of a file. If a
+       group shards the last dimension, each rank's part must be whole blocks */
     dt_quant quant;
     /* 1: other pipeline stages of this rank may use the parameter, too (tied embeddings, if a rank
        has the first and the last stage). The step's gradient is complete with the last backward of
@@ -13082,8 +13082,8 @@ DT__FN void DT__K(prefetch_epilogue)(
             __builtin_prefetch(from + (at + i * a->ldc) * size + j);
 }
 
-/* Like load, for operand B: if `quant` is not 0, `array` has blocks of this format, of which only
-   the n elements are converted. */
+/* Like load, for operand B: if `quant` is not 0, `array` has blocks of this format. load_operand
+   converts only the n elements that the product reads next. */
 DT__FN const DT__REAL *DT__K(load_operand)(
     dt_dtype dtype, int quant, const void *array, int64_t at, int64_t n, DT__REAL *buf) {
     if (!quant) return DT__K(load)(dtype, array, at, n, buf);
@@ -14103,7 +14103,7 @@ DT__FN inline int DT__K(is_greater)(DT__REAL a, DT__REAL b) {
     return (a > b) | ((a != a) & (b == b));
 }
 
-/* Returns the index of the first NaN, or, if there is none, of the first maximum of n elements. */
+/* Returns the index of the first NaN among n elements; without a NaN, that of the first maximum. */
 DT__FN int64_t DT__K(argmax)(const DT__REAL *x, int64_t n) {
     DT__REAL best = DT__K(largest)(x, n);
     int64_t nans = 0, first = 0;

@@ -32,6 +32,7 @@
 #include <string.h>
 #include <sys/file.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 typedef struct encoding {
@@ -40,6 +41,7 @@ typedef struct encoding {
     const char *tokenizer; /* path of tok's file */
     const char *cache;     /* folder that keeps the shards; NULL: a temporary file */
     int seq;               /* T: tokens per sequence */
+    double timeout_s;      /* how long to wait for another process that writes to the cache */
     /* the shard that is written, and what its header has */
     int fd;
     char path[4352];
@@ -244,8 +246,8 @@ static inline void encode_key(encoding *e, const train_files *files) {
     for (int i = 0; i < files->count; i++) encode_key_file(e, files->path[i]);
 }
 
-/* Returns the descriptor of the cached shard at `path`, or -1 if there is none that is complete and
-   has the key. */
+/* Returns the descriptor of the cached shard at `path`, or -1 if the shard is missing or damaged, or
+   was made from other input. */
 static inline int encode_reuse(encoding *e, const char *path, train_files *files) {
     int32_t header[ENCODE_HEADER];
     int32_t *buffer = (int32_t *)malloc(ENCODE_BUFFER * sizeof *buffer);
@@ -318,6 +320,31 @@ static inline dt_status encode_to_shard(encoding *e, const train_files *files, c
     return encode_finish(e, cached);
 }
 
+/* Locks the cache folder, so that only one process encodes at a time and the others read its shard.
+   Returns the lock's descriptor, or -1 after an error. */
+static inline int encode_lock(encoding *e) {
+    const struct timespec pause = { .tv_nsec = 50000000 };
+    int lock = open(e->cache, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    for (double waited = 0; lock >= 0 && flock(lock, LOCK_EX | LOCK_NB) != 0; waited += 0.05) {
+        int late = waited >= e->timeout_s;
+        if (errno == EINTR || (errno == EWOULDBLOCK && !late)) {
+            nanosleep(&pause, NULL);
+            continue;
+        }
+        if (late)
+            dt_fail(e->ctx, DT_ERR_TIMEOUT,
+                "%s: another process has been encoding into this folder for %g s; use a longer "
+                "timeout or another folder",
+                e->cache, e->timeout_s);
+        else
+            dt_fail(e->ctx, DT_ERR_IO, "%s: %s", e->cache, strerror(errno));
+        close(lock);
+        return -1;
+    }
+    if (lock < 0) dt_fail(e->ctx, DT_ERR_IO, "%s: %s", e->cache, strerror(errno));
+    return lock;
+}
+
 /* Encodes the files into one shard and sets files->encoded to its path, which is valid as long as
    this process lives. With a cache, uses the shard that is there, unless a file has changed or the
    shard is damaged. A lock on the folder makes the processes of a machine wait for the one that
@@ -327,10 +354,7 @@ static inline dt_status encode_files(encoding *e, train_files *files) {
     int lock = -1;
     e->fd = -1;
     if (e->cache) {
-        lock = open(e->cache, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-        while (lock >= 0 && flock(lock, LOCK_EX) != 0)
-            if (errno != EINTR) close(lock), lock = -1;
-        if (lock < 0) return dt_fail(e->ctx, DT_ERR_IO, "%s: %s", e->cache, strerror(errno));
+        if ((lock = encode_lock(e)) < 0) return dt_error(e->ctx);
         encode_key(e, files);
         snprintf(
             cached, sizeof cached, "%.4000s/%016llx.tokens", e->cache, (unsigned long long)e->key);

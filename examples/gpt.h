@@ -150,7 +150,7 @@ typedef struct gpt_parts {
     int window, global_every;
     dt_rope_scaling rope; /* RoPE scaling; not in local layers that have a theta of their own */
     double local_theta;   /* base of the rotary embedding in local layers; 0 means config.theta */
-    double query_scalar;  /* scores are divided by its square root; 0 means D */
+    double query_scalar;  /* scores are divided by its square root; 0 means the size of a query */
     double attn_soft_cap, logit_soft_cap; /* soft-capping of scores and of logits; 0 means none */
     /* Gemma: the embedding is multiplied by sqrt(C), GeGLU replaces SwiGLU, attn.proj and mlp.proj
        are followed by an RMSNorm before the residual addition, and norms multiply by 1 + weight.
@@ -703,6 +703,9 @@ static inline const char *gpt_parts_bad(gpt_config c) {
             p->query_scalar != 0 || p->attn_soft_cap != 0 || p->logit_soft_cap != 0))
         return "only GPT_LLAMA has parts";
     if (p->gemma && c.experts) return "gemma has no experts";
+    if (c.mla.kv_rank &&
+        (p->head_dim || p->qkv_bias || p->qk_norm || p->gemma || p->local_theta != 0))
+        return "latent attention has no head_dim, qkv_bias, qk_norm, local_theta or gemma";
     if (p->head_dim < 0 || p->head_dim % 2 != 0) return "head_dim must be even and above 0";
     if (p->window < 0 || p->global_every < 0) return "window and global_every must be at least 0";
     if (p->window == 0 && (p->global_every > 0 || p->local_theta != 0))
@@ -866,10 +869,10 @@ typedef struct gpt_tokens {
     /* with cp: the result of dt_cp_make for these documents and positions [made from B, T and
        config.cp_kind] */
     dt_cp *context;
-    /* With config.mtp, for each module k (gpt_ahead): next[k] is the token k + 1 positions after
-       each token, any id where there is none; ahead[k] is the label of module k, the token k + 2
-       positions after it, or -1. The losses of the modules before the first NULL are added to the
-       gradient. */
+    /* With config.mtp, for each module k, as gpt_ahead fills them: next[k] (B,T) i32 is the id
+       k + 1 positions after each token, and ahead[k] (B,T) i32 is module k's label, the id k + 2
+       positions after it. A label of -1 does not count; the id at such a position may be any. The
+       losses of the modules before the first NULL are added to the gradient. */
     dt_tensor *next[GPT_MAX_MTP], *ahead[GPT_MAX_MTP];
 } gpt_tokens;
 
@@ -1377,11 +1380,12 @@ static inline dt_tensor *gpt_mtp_losses(
 
 /* [local] Fills next and ahead (B,T) for module k from the ids and labels (B,T) of whole sequences
    in host memory: the id and the label k + 1 positions later, or 0 and -1 beyond the end of the
-   sequence. Call it before dt_cp_shard. */
-static inline void gpt_ahead(const int32_t *ids, const int32_t *labels, int64_t B, int64_t T, int k,
-    int32_t *next, int32_t *ahead) {
+   sequence or of its document. documents (B,T): document numbers as in gpt_tokens, or NULL. Call it
+   before dt_cp_shard. */
+static inline void gpt_ahead(const int32_t *ids, const int32_t *labels, const int32_t *documents,
+    int64_t B, int64_t T, int k, int32_t *next, int32_t *ahead) {
     for (int64_t i = 0; i < B * T; i++) {
-        int inside = i % T + k + 1 < T;
+        int inside = i % T + k + 1 < T && (!documents || documents[i + k + 1] == documents[i]);
         next[i] = inside ? ids[i + k + 1] : 0;
         ahead[i] = inside ? labels[i + k + 1] : -1;
     }

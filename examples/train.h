@@ -229,7 +229,7 @@ static inline dt_status train_sequence_read(
         dt_cp_shard(model->config.cp_kind, 1, T, model->config.cp, from[i], to[i]);
     for (int d = 0; d < model->config.mtp; d++) {
         int32_t *both = b->sequence + 5 * T;
-        gpt_ahead(from[0], from[1], 1, T, d, both, both + T);
+        gpt_ahead(from[0], from[1], b->documents->n ? from[4] : NULL, 1, T, d, both, both + T);
         for (int i = 0; i < 2; i++)
             dt_cp_shard(model->config.cp_kind, 1, T, model->config.cp, both + i * T,
                 train_mtp_ids(b, model, d, i) + at);

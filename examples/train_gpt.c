@@ -2421,7 +2421,8 @@ static void encode_source(const value *v, int id, train_files *files) {
         .tok = tokenizer.tok,
         .tokenizer = v[O_TOKENIZER].text,
         .cache = v[O_TOKEN_CACHE].text,
-        .seq = int_of(v, O_SEQ) };
+        .seq = int_of(v, O_SEQ),
+        .timeout_s = v[O_TIMEOUT].number };
     if (encode_files(&e, files) != DT_OK)
         refuse("--%s: %s", table[id].name, error_without_rank(e.ctx));
     if (!tokenizer.tok) dt_ctx_free(e.ctx);

@@ -284,6 +284,11 @@ for r in 0 1; do
 done
 wait ${waits[0]} && wait ${waits[1]} && [ "$(ls "$dir/cache" | wc -l)" = 1 ]
 report $? "two processes share a cache"
+# a process that holds the folder's lock for too long
+flock "$dir/cache" sleep 5 &
+sleep 0.5
+try 2 'another process has been encoding into this folder for 1 s' --data "$dir/a" --tokenizer $g/qwen.json --token-cache "$dir/cache" --timeout 1
+wait $!
 
 # ---- generated text: the same in every layout, greedy with temperature 0, ended by --stop
 train="$model --seq 16 --batch 8 --steps 60 --lr 1e-2 --data README.md --generate 40"

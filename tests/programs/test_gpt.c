@@ -329,7 +329,7 @@ static dt_tensor *deep_stage(dt_tensor *x, int stage, int micro, void *user) {
     }
     gpt_tokens t = { .ids = deep_input(r, row[0]) };
     for (int k = 0; k < r->m.config.mtp; k++) {
-        gpt_ahead(row[0], row[1], 1, DEEP_T, k, next, ahead);
+        gpt_ahead(row[0], row[1], NULL, 1, DEEP_T, k, next, ahead);
         t.next[k] = deep_input(r, next);
         t.ahead[k] = deep_input(r, ahead);
     }
@@ -1180,7 +1180,7 @@ static double step_grads(gpt_config c, uint64_t step, double *grads, int64_t *n)
     fill(ctx);
     fill_ids(ids, TOKENS, c.vocab, 3);
     int32_t next[TOKENS], ahead[TOKENS];
-    gpt_ahead(ids, ids, 1, TOKENS, 0, next, ahead);
+    gpt_ahead(ids, ids, NULL, 1, TOKENS, 0, next, ahead);
     gpt_tokens t = { .ids = line(ctx, ids), .step = step };
     t.next[0] = line(ctx, next), t.ahead[0] = line(ctx, ahead);
     dt_tensor *l = gpt_loss_at(&m, t, line(ctx, ids), TOKENS);
@@ -1322,7 +1322,7 @@ static void registrations_refused(void) {
         { "stage_begin must rise from 0 to 6", good }, { "3 per token", good },
         { "capacity -1", good }, { "head_dim must be even", good }, { "window and", good },
         { "need a window", good }, { "only GPT_LLAMA", good }, { "rope.kind is no", good },
-        { "gemma has no experts", good } };
+        { "gemma has no experts", good }, { "latent attention has no", good } };
     cases[1].c.stages = 1, cases[1].c.stage_begin = once;
     cases[2].c.stages = cases[3].c.stages = 2,
     cases[2].c.stage_begin = cases[3].c.stage_begin = halves;
@@ -1331,13 +1331,15 @@ static void registrations_refused(void) {
     cases[5].c.stages = 1, cases[5].c.stage_begin = late;
     cases[6].c.experts = 2, cases[6].c.top_k = 3;
     cases[7].c.experts = 2, cases[7].c.capacity = -1;
-    for (int i = 8; i < 14; i++) cases[i].c.arch = i == 11 ? GPT_GPT2 : GPT_LLAMA;
+    for (int i = 8; i < 15; i++) cases[i].c.arch = i == 11 ? GPT_GPT2 : GPT_LLAMA;
     cases[8].c.parts.head_dim = 7;
     cases[9].c.parts.window = -1;
     cases[10].c.parts.global_every = 2;
     cases[11].c.parts.qk_norm = 1;
     cases[12].c.parts.rope.kind = 4;
     cases[13].c.parts.gemma = cases[13].c.experts = 1;
+    cases[14].c.mla = (gpt_mla){ .kv_rank = 2, .nope_dim = 2, .rope_dim = 2, .value_dim = 2 };
+    cases[14].c.parts.qk_norm = 1;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         dt_ctx *ctx = make_ctx();
         gpt_register(ctx, cases[i].c);
@@ -1378,6 +1380,24 @@ static dt_status matrices_of(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
+/* Multi-token prediction reads and predicts no token of another document or beyond the sequence. */
+static void ahead_within_documents(void) {
+    enum { T = 6, ALL = 2 * T };
+    static const int32_t ids[ALL] = { 1, 2, 3, 4, 5, 6, 11, 12, 13, 14, 15, 16 },
+                         labels[ALL] = { 2, 3, -1, 5, 6, -1, 12, 13, 14, 15, 16, 17 },
+                         documents[ALL] = { 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0 };
+    static const int32_t want[2][2][ALL] = { { { 2, 3, 0, 5, 6, 0, 12, 13, 14, 15, 16, 0 },
+                                                 { 3, -1, -1, 6, -1, -1, 13, 14, 15, 16, 17, -1 } },
+        { { 3, 0, 0, 6, 0, 0, 13, 14, 15, 16, 0, 0 },
+            { -1, -1, -1, -1, -1, -1, 14, 15, 16, 17, -1, -1 } } };
+    for (int k = 0; k < 2; k++) {
+        int32_t next[ALL], ahead[ALL];
+        gpt_ahead(ids, labels, documents, 2, T, k, next, ahead);
+        CHECK(memcmp(next, want[k][0], sizeof next) == 0);
+        CHECK(memcmp(ahead, want[k][1], sizeof ahead) == 0);
+    }
+}
+
 int main(int argc, char **argv) {
     if (argc > 2 && strcmp(argv[1], "--save") == 0) return save_models(argv[2]);
     if (argc > 1) golden_folder = argv[1];
@@ -1403,6 +1423,7 @@ int main(int argc, char **argv) {
     deepseek_logits("hf_deepseek", DT_F32, 1e-5);
     deepseek_logits("hf_deepseek_mtp", DT_F64, 1e-12);
     deepseek_layouts();
+    ahead_within_documents();
     files_that_do_not_fit();
     models_that_do_not_fit();
     configs();

@@ -785,7 +785,7 @@ static dt_tensor *gpt_stage(job *j, int stage, dt_tensor *x, int64_t micro) {
     for (int k = 0; k < modules_of(s); k++) {
         int64_t n = s.micro * tokens_of(s);
         int32_t *both = (int32_t *)malloc((size_t)(2 * n) * sizeof *both);
-        gpt_ahead(b->ids + at, b->labels + at, s.micro, tokens_of(s), k, both, both + n);
+        gpt_ahead(b->ids + at, b->labels + at, NULL, s.micro, tokens_of(s), k, both, both + n);
         t.next[k] = shard_input(j->ctx, s, b, cp, both);
         t.ahead[k] = shard_input(j->ctx, s, b, cp, both + n);
         free(both);

@@ -75,8 +75,8 @@ enum { GATHER = DT_CP_ALLGATHER, ULYSSES = DT_CP_ULYSSES };
 enum { M = 1 << MIXER, R = 1 << GRU, T = 1 << TOWERS, TG = 1 << TOWERS_GLOBAL, V = 1 << VIT };
 enum { B = 1 << BERT, BM = 1 << BERT_MEAN, RS = 1 << GRU_STATE, C = 1 << CNN };
 enum { N = 1 << GAN, A = 1 << AGENT | 1 << AGENT_APART };
-/* PIPED: those that may have stages; EACH: those that may accumulate; TOKENS: those whose tokens cp
-   divides */
+/* PIPED: the models that pp can divide; EACH: the models that accumulate over micro-batches; TOKENS:
+   the models whose tokens cp can divide */
 enum { PIPED = M | R | T | V | B | BM | RS | C | N, EACH = PIPED | A, ALL = EACH | TG };
 enum { TOKENS = M | V | B | BM };
 

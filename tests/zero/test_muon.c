@@ -497,7 +497,7 @@ static dt_status refused(dt_ctx *ctx, void *user) {
     if (what == UNLIKE) d.muon_scale = dt_ctx_rank(ctx) == 1;
     dt_mesh mesh = dt_mesh_make(ctx, (dt_mesh_desc){ .pp = what == MISSING ? 2 : 1 });
     d.mesh = &mesh;
-    /* sharded over the stages of a pipeline, of which none has the whole matrix */
+    /* sharded over the stages of a pipeline: no stage holds the whole matrix */
     if (what == MISSING) p.shards[0] = (dt_shard_spec){ mesh.pp, 0 };
     dt_param_at(ctx, "w", what == MISSING ? DT_SHAPE(6, 2) : DT_SHAPE(2, 3, 4), DT_ONES, p);
     CHECK(dt_zero_make(ctx, d) == NULL);
