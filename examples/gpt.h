@@ -248,9 +248,9 @@ typedef struct gpt {
     dt_tensor *ln_f_gain, *ln_f_bias; /* (C) */
     dt_tensor *head;                  /* (V,C) */
     dt_kv_groups kv;                  /* how the K key/value heads are divided over tp */
-    /* Group of the ranks of the first and the last stage, if these are two ranks that both need wte,
-       because it is tied or because of mtp; else NULL. Each of the two ranks has a copy of wte. If
-       one rank has both stages (a schedule in a V), they share its wte. */
+    /* The group of the two ranks that have the first and the last stage, if the last stage needs
+       wte, too, because it is tied or because of mtp: then each of them has a copy. NULL if no
+       other stage needs wte, or if one rank has both stages (a schedule in a V) and shares it. */
     dt_comm *tied;
     dt_tensor *mtp_wte; /* the embedding that the modules of mtp read, on the last stage */
     double mtp_loss;    /* sum of this rank's mean losses of the modules; the caller clears it */
@@ -507,8 +507,8 @@ static inline int gpt_dim(const gpt_param_row *r, char mark) {
 /* Sets the parameter's shardings and gradient placements over ep and tp. The gradient is partial
    over ranks of tp in three cases. (1) kv heads are copied, and each copy serves only some of the
    query heads. (2) Under sequence parallelism each rank applies a parameter that is not sharded to
-   only some of the tokens. (3) Only rank 0 of tp uses its copy of the parameter, or each rank applies
-   its copy to its own heads; r->shape of such a parameter begins with '+'. */
+   only some of the tokens. (3) Only rank 0 of tp uses its copy of the parameter, or each rank
+   applies its copy to its own heads; r->shape of such a parameter begins with '+'. */
 static inline void gpt_shard(const gpt *m, const gpt_param_row *r, dt_param_desc *d) {
     int dim = gpt_dim(r, '/'), experts = gpt_dim(r, '|');
     char letter = dim < 0 ? 0 : strchr(r->shape, '/')[1];
@@ -1114,7 +1114,8 @@ static inline dt_tensor *gpt_heads(dt_tensor *x, void *user) {
                            : dt_attention(q, k, v, gpt_attn_desc(r));
     if (!heads) return NULL;
     const int64_t *d = heads->shape.d;
-    /* with one token or one head the reshape alone does not know it; an adapter's dropout needs it */
+    /* dt_reshape cannot tell which dimension is sharded if there is one token or one head, but the
+       dropout of an adapter needs to know */
     return dt_place(
         dt_reshape(heads, DT_SHAPE(d[0], d[1], d[2] * d[3])), m->config.tp, DT_SHARD(2));
 }
@@ -1651,8 +1652,8 @@ static inline int32_t gpt_generate_token(gpt_next_token *d) {
 }
 
 /* Generates text: `ids` begins with `given` >= 1 tokens, and the function appends tokens until
-   there are `total` or s.stop ends it. Once there are more than seq tokens, the model sees only the newest tokens,
-   between seq/2 and seq of them. */
+   there are `total` or s.stop ends it. Once there are more than seq tokens, the model sees only the
+   newest tokens, between seq/2 and seq of them. */
 static inline dt_status gpt_generate(gpt *m, int32_t *ids, int given, int total, gpt_sampling s) {
     size_t bytes = 2 * (size_t)m->config.vocab * sizeof(float);
     gpt_cache *c = (gpt_cache *)dt_alloc(m->ctx, DT_MEM_HOST, sizeof *c, "gpt_generate");
