@@ -322,8 +322,8 @@ typedef struct dt_zero_desc {
        parameter; 0: none. The first step starts it from the weight. One more state array, of the
        gradient's type and sharded as the others; dt_zero_swap_ema exchanges it with the weights */
     double ema_decay;
-    /* Outlier steps: skips the update if the z-score of the gradient norm, or of the loss that
-       dt_zero_loss told, exceeds this threshold; 0: never */
+    /* Outlier steps: a step changes nothing if the z-score of its gradient norm, or of the loss
+       that the program passed to dt_zero_loss, exceeds this threshold; 0: no threshold */
     double skip_norm_z, skip_loss_z;
 } dt_zero_desc;
 
@@ -344,9 +344,9 @@ typedef struct dt_step_info {
        no state and no step count on any rank. Repeat the same micro-batches, or continue with new
        micro-batches */
     int skipped;
-    /* Outliers: the z-scores, NaN if unknown. DT_OUTLIER_*: the step has changed no parameter, no
-       state and no step count of a parameter group, but counts as completed: go on with the next */
-    double norm_z, loss_z;
+    double norm_z, loss_z; /* z-scores of the gradient norm and of the loss; NaN if unknown */
+    /* DT_OUTLIER_*. Not DT_OUTLIER_NONE: the step has changed no parameter, no state and no step
+       count of a parameter group, but counts as completed: continue with the next micro-batches */
     int outlier;
     double loss_scale; /* loss scale of the gradients in this step; 1 without loss scaling */
     /* after a skipped or failed step: the world rank whose own gradient, before any sum over ranks,
@@ -876,7 +876,7 @@ struct dt_zero {
     size_t messages_bytes;
     dt__muon *muon; /* NULL if no parameter group uses Muon */
     int64_t step;
-    dt_outlier norms, losses; /* the last ones */
+    dt_outlier norms, losses; /* windows of the last gradient norms and losses */
     double loss;              /* of the next step, from dt_zero_loss; else NaN */
     int ema_swapped;          /* 1: the weights are in the EMA's arrays, and the EMA in theirs */
     int is_freed;             /* 1 after dt_zero_free: only this struct is left */

@@ -25,8 +25,8 @@
 #include <stdio.h>
 #include <string.h>
 
-/* epochs; sentences of an epoch, of the evaluation, of a step; tokens; width, heads, width of a head
-   and of the MLP; layers; sentences of the evaluation that are printed */
+/* epochs; sentences of an epoch, of the evaluation, of a step; tokens; width, heads, width of a
+   head and of the MLP; layers; sentences of the evaluation that are printed */
 enum { EPOCHS = 6, TRAIN = 1024, TEST = 250, B = 32, T = 12, C = 32, H = 4, D = 8, F = 64, L = 2 };
 enum { PAD, CLS, SHOWN = 4, WORDS = 30 };
 

@@ -307,8 +307,8 @@ static inline int64_t data_find(data_set *d, int64_t position, data_source **sou
     return dt_sampler_next(s->sampler);
 }
 
-/* Reads ids (T) and labels (T) of the sequence at a position of the run. Sets *is_example to 1 if it
-   is an example of instruction data. */
+/* Reads ids (T) and labels (T) of the sequence at a position of the run. Sets *is_example to 1 if
+   it is an example of instruction data. */
 static inline dt_status data_read(
     data_set *d, int64_t position, int32_t *ids, int32_t *labels, int *is_example) {
     data_source *s;

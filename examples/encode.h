@@ -246,8 +246,8 @@ static inline void encode_key(encoding *e, const train_files *files) {
     for (int i = 0; i < files->count; i++) encode_key_file(e, files->path[i]);
 }
 
-/* Returns the descriptor of the cached shard at `path`, or -1 if the shard is missing or damaged, or
-   was made from other input. */
+/* Returns the descriptor of the cached shard at `path`, or -1 if the shard is missing or damaged,
+   or was made from other input. */
 static inline int encode_reuse(encoding *e, const char *path, train_files *files) {
     int32_t header[ENCODE_HEADER];
     int32_t *buffer = (int32_t *)malloc(ENCODE_BUFFER * sizeof *buffer);

@@ -23,12 +23,12 @@
 // ==== Names ======================================================================================
 
 /* The names of each parameter of gpt_param_rows in the three file formats. The column `llama` also
-   holds for Mistral, Qwen and Gemma. In the file the names of layer N's parameters begin with "h.N."
-   for GPT-2 and with "layers.N." for Llama. All names except
-   the head's also have a prefix, "transformer." or "model.", which some files omit. llm.c stores
-   the same parameter of all layers in one tensor. GPT-2 stores the matrices of its layers
-   transposed, (in,out). DeepSeek-V3 stores each expert in tensors of its own, and shared experts
-   under another name than a dense MLP (gpt_full_name, gpt_expert_parts). */
+   holds for Mistral, Qwen and Gemma. In the file the names of layer N's parameters begin with
+   "h.N." for GPT-2 and with "layers.N." for Llama. All names except the head's also have a prefix,
+   "transformer." or "model.", which some files omit. llm.c stores the same parameter of all layers
+   in one tensor. GPT-2 stores the matrices of its layers transposed, (in,out). Mixtral and
+   DeepSeek-V3 store each expert in tensors of its own (the '*' in gpt_names), and DeepSeek-V3 stores
+   shared experts under another name than a dense MLP (gpt_full_name). */
 typedef struct gpt_name {
     const char *name, *gpt2, *llama, *llmc;
     /* 1, 2, 3 for q, k, v, which GPT-2 and llm.c store as the thirds of one tensor; else 0 */
@@ -437,8 +437,8 @@ static inline int gpt_key_count(dt_json *j, const char *key, int max) {
     return (int)value;
 }
 
-/* Returns query_scalar of DeepSeek's model: with YaRN and mscale_all_dim the scores of attention are
-   multiplied by (0.1 mscale_all_dim ln(factor) + 1)^2; 0 if they are not. */
+/* Returns query_scalar of DeepSeek's model: with YaRN and mscale_all_dim the scores of attention
+   are multiplied by (0.1 mscale_all_dim ln(factor) + 1)^2; 0 if they are not. */
 static inline double gpt_yarn_query_scalar(dt_json *j, const gpt_config *c) {
     int rope = gpt_key(j, 0, "rope_parameters", 0);
     if (rope < 0) rope = gpt_key(j, 0, "rope_scaling", 0);
@@ -616,8 +616,8 @@ static inline int gpt_file_has_parts(const gpt_config *c) {
     return p->gemma || (p->query_scalar == 0 && !capped && p->logit_soft_cap == 0);
 }
 
-/* Writes the object `key` with the settings of the rotary embedding; theta 0 leaves the base out, and
-   all_dim 0 leaves mscale_all_dim out (gpt_yarn_query_scalar). */
+/* Writes the object `key` with the settings of the rotary embedding; theta 0 leaves the base out,
+   and all_dim 0 leaves mscale_all_dim out (gpt_yarn_query_scalar). */
 static inline void gpt_write_rope(
     dt_json_out *o, const char *key, double theta, dt_rope_scaling s, double all_dim) {
     static const char *const kinds[] = { "default", "linear", "llama3", "yarn" };

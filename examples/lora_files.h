@@ -1,5 +1,5 @@
-/* lora_files.h - LoRA adapters of gpt.h in PEFT's files, and merging them - public domain or MIT, at
-   your choice
+/* lora_files.h - LoRA adapters of gpt.h in PEFT's files, and merging them - public domain or MIT,
+   at your choice
 
    Include lora_files.h after gpt_files.h. All functions are static. `folder` holds
    adapter_config.json and adapter_model.safetensors, as Hugging Face's PEFT writes and reads them.
@@ -17,7 +17,8 @@
 #ifndef LORA_FILES_H
 #define LORA_FILES_H
 
-/* The modules by the names of --lora-on and of PEFT's files; NULL: the architecture lacks it there. */
+/* The modules by their names in --lora-on and in PEFT's files. NULL: this architecture's files do
+   not have the module. */
 typedef struct gpt_lora_name {
     const char *option, *llama, *gpt2;
 } gpt_lora_name;

@@ -1203,8 +1203,8 @@ static inline int64_t tok_read_file(
     return (int64_t)done;
 }
 
-/* Encodes a file in pieces of about 1 MB, which end at tok_safe_end, and calls `put` with the ids of
-   each piece in turn. The ids are those of tok_encode with the whole file. */
+/* Encodes a file in pieces of about 1 MB, which end at tok_safe_end, and calls `put` with the ids
+   of each piece in turn. The ids are those of tok_encode with the whole file. */
 static inline dt_status tok_encode_file(
     tok *t, const char *path, int add_special, tok_put_fn put, void *user) {
     const dt_io *io = dt_ctx_io(t->ctx);

@@ -471,9 +471,9 @@ static void let_rank_0_print_first(void) {
 }
 
 /* The state of the reader of --config's JSON file. `path` is the path of the key whose value is
-   `node`. `ignored` lists the file's keys that have no meaning in this program, `automatic` the keys
-   whose value is DeepSpeed's "auto", so that the option keeps its default. given[id] is 1 if the
-   file sets option id. */
+   `node`. `ignored` lists the file's keys that have no meaning in this program, `automatic` the
+   keys whose value is DeepSpeed's "auto", so that the option keeps its default. given[id] is 1 if
+   the file sets option id. */
 static struct {
     dt_ctx *ctx;
     dt_json *json;
@@ -1626,8 +1626,8 @@ static void resolve_deepseek(value *v, gpt_config *c) {
     c->mla = (gpt_mla){ n[1], n[0], n[2], n[3], n[4] };
 }
 
-/* The tokenizer of --tokenizer, which is open for the whole run; `tok` is NULL without it. Only rank
-   0 uses it after the ranks have started. */
+/* The tokenizer of --tokenizer, which is open for the whole run; `tok` is NULL without it. Only
+   rank 0 uses it after the ranks have started. */
 static struct {
     dt_ctx *ctx;
     tok *tok;
@@ -2546,9 +2546,9 @@ static void find_text(const value *v, int id, train_files *files, int64_t most) 
     }
 }
 
-/* Copies an option's text to `out`, at most `room` - 1 bytes. Replaces the escapes \n, \t, \\ and \,
-   by what they stand for. If `list` is set, ends at a comma. Returns the rest of the text after the
-   comma, or NULL if there is none. */
+/* Copies an option's text to `out`, at most `room` - 1 bytes. Replaces the escapes \n, \t, \\ and
+   \, by what they stand for. If `list` is set, ends at a comma. Returns the rest of the text after
+   the comma, or NULL if there is none. */
 static const char *unescape(int id, const char *text, int list, char *out, size_t room) {
     size_t n = 0;
     const char *at = text;
@@ -3715,10 +3715,10 @@ static void no_log(void *user, int level, int rank, const char *text) {
     (void)user, (void)level, (void)rank, (void)text;
 }
 
-/* Returns the results of a dry run with the settings c. The dry run has two steps, because the second
-   step allocates all that later steps need. Writes the footprints of all ranks to `all`, unless it
-   is NULL. Each rank is a thread. `limit` is the memory limit of
-   a rank in bytes; 0 means no limit. */
+/* Returns the results of a dry run with the settings c. The dry run has two steps, because the
+   second step allocates all that later steps need. Writes the footprints of all ranks to `all`,
+   unless it is NULL. Each rank is a thread. `limit` is the memory limit of a rank in bytes; 0 means
+   no limit. */
 static dry_figures run_dry(const job *j, train_config c, double limit, train_footprint *all) {
     enum { STEPS = 2 };
     int ranks = int_of(j->v, O_RANKS);
