@@ -1407,8 +1407,9 @@ DT_API const char *dt_quant_name(dt_quant quant);
 /* [local] Returns the bytes of `count` elements, 0 if count is not a multiple of the block or the
    format is unknown or DT_QUANT_NONE. */
 DT_API size_t dt_quant_bytes(dt_quant quant, int64_t count);
-/* [local] Convert `count` elements in host memory, a multiple of the block, to blocks and back. A
-   NaN becomes a finite code. Fail with DT_ERR_ARG for another count or format. */
+/* [local] Convert `count` elements in host memory, a multiple of the block, to blocks and back.
+   Return DT_ERR_ARG for another count or format. dt_quantize returns DT_ERR_NUMERIC for a NaN or an
+   infinity, which INT8 and NF4 cannot store. */
 DT_API dt_status dt_quantize(dt_quant quant, const float *in, int64_t count, void *out);
 DT_API dt_status dt_dequantize(dt_quant quant, const void *in, int64_t count, float *out);
 
@@ -2754,6 +2755,8 @@ dt_status dt_quantize(dt_quant quant, const float *in, int64_t count, void *out)
     if (count != 0 && (dt_quant_bytes(quant, count) == 0 || !in || !out)) return DT_ERR_ARG;
     for (int64_t i = 0; quant == DT_QUANT_BF16 && i < count; i++)
         ((uint16_t *)out)[i] = dt__f32_to_bf16(in[i]);
+    for (int64_t i = 0; quant != DT_QUANT_BF16 && i < count; i++)
+        if (!(fabsf(in[i]) <= 3.40282347e38f)) return DT_ERR_NUMERIC;
     for (int64_t i = 0; quant != DT_QUANT_BF16 && i < count; i += DT__QUANT_BLOCK)
         dt__quantize_block((int)quant, in + i, (unsigned char *)out + dt_quant_bytes(quant, i));
     return DT_OK;
@@ -11827,7 +11830,14 @@ static dt_status dt__quantised_load(
         p.slice.inside[0] = left < 0 ? 0 : left < here ? left : here;
         memset(memory, 0, values);
         if (dt__weights_copy_parts(w, &band, columns, parts, n) != DT_OK) break;
-        dt_quantize((dt_quant)quant, (float *)(void *)memory, here * per_row, memory + values);
+        if (dt_quantize((dt_quant)quant, (float *)(void *)memory, here * per_row,
+                memory + values) != DT_OK) {
+            dt_fail(ctx, DT_ERR_NUMERIC,
+                "dt_weights_load(%s): a value is not finite, which %s "
+                "cannot store",
+                param->name, dt_quant_name((dt_quant)quant));
+            break;
+        }
         dt__move_now(ctx, (char *)param->data + dt_quant_bytes((dt_quant)quant, at * per_row),
             memory + values, dt_quant_bytes((dt_quant)quant, here * per_row));
     }

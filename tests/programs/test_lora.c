@@ -94,6 +94,41 @@ static void sizes(void) {
     CHECK(dt_dequantize((dt_quant)9, NULL, 64, NULL) == DT_ERR_ARG);
 }
 
+static void quiet(void *user, int level, int rank, const char *text) {
+    (void)user, (void)level, (void)rank, (void)text;
+}
+
+/* INT8 and NF4 have no NaN and no infinity: such weights are refused, and a file's tensor is named. */
+static void not_finite(void) {
+    const float bad[] = { NAN, INFINITY, -INFINITY };
+    dt_host host = *dt_host_default();
+    host.log = quiet;
+    for (int i = 0; i < 3; i++) {
+        float x[128] = { 0 };
+        unsigned char stored[256];
+        char path[128];
+        x[77] = bad[i];
+        CHECK(dt_quantize(DT_QUANT_INT8, x, 128, stored) == DT_ERR_NUMERIC);
+        CHECK(dt_quantize(DT_QUANT_NF4, x, 128, stored) == DT_ERR_NUMERIC);
+        CHECK(dt_quantize(DT_QUANT_BF16, x, 128, stored) == DT_OK);
+        dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .host = &host });
+        dt_tensor *w = dt_param_at(ctx, "w", DT_SHAPE(2, 64), DT_ONES,
+            (dt_param_desc){ .frozen = 1, .quant = DT_QUANT_NF4 });
+        snprintf(path, sizeof path, "%s/not_finite", scratch);
+        dt_weights *file = dt_weights_create(ctx, path, (dt_weights_desc){ 0 });
+        dt_weights_write(
+            file, dt_weights_declare(file, "w", DT_F32, DT_SHAPE(2, 64)), 0, 128, DT_F32, x);
+        CHECK(dt_weights_close(file) == DT_OK);
+        file = dt_weights_open(ctx, path);
+        dt_weight_part part = { .name = "w", .rows = 2 };
+        CHECK(dt_weights_load(file, w, 64, &part, 1) == DT_ERR_NUMERIC);
+        CHECK_MSG(
+            strstr(dt_error_text(ctx), "dt_weights_load(w): a value is not finite, which nf4"),
+            "%s", dt_error_text(ctx));
+        dt_ctx_free(ctx);
+    }
+}
+
 // ==== Products ==================================================================================
 
 /* c of a product that reads blocks, and of the same product of their values in the type of a. */
@@ -214,10 +249,6 @@ static dt_status run_rank(dt_ctx *ctx, void *user) {
     if (r->export_as == EXPORT_MERGED && gpt_lora_merge(&m) == DT_OK)
         gpt_export(&m, zero, r->folder);
     return dt_error(ctx);
-}
-
-static void quiet(void *user, int level, int rank, const char *text) {
-    (void)user, (void)level, (void)rank, (void)text;
 }
 
 /* Runs the ranks; returns the status, and the error text in `text`. */
@@ -459,6 +490,7 @@ int main(void) {
     products();
     peft();
     quantised_bases();
+    not_finite();
     refusals();
     golden_free(vectors);
     snprintf(remove, sizeof remove, "rm -rf '%s'", scratch);
