@@ -345,7 +345,7 @@ typedef struct dt_cast_args {
 #define DT__QUANT_BLOCK 64 /* elements of a block of INT8 and NF4 */
 
 /* out = blocks of the format `quant` (a dt_quant, section 5) of `count` elements, a multiple of the
-   block */
+   block. A NaN gives a finite code, the same in every table; dt_quantize refuses it */
 typedef struct dt_quantize_args {
     int quant;
     void *out;
@@ -2751,15 +2751,19 @@ static void dt__quantize_block(int quant, const float *in, unsigned char *out) {
     }
 }
 
-dt_status dt_quantize(dt_quant quant, const float *in, int64_t count, void *out) {
+static dt_status dt__quantize_all(dt_quant quant, const float *in, int64_t count, void *out) {
     if (count != 0 && (dt_quant_bytes(quant, count) == 0 || !in || !out)) return DT_ERR_ARG;
     for (int64_t i = 0; quant == DT_QUANT_BF16 && i < count; i++)
         ((uint16_t *)out)[i] = dt__f32_to_bf16(in[i]);
-    for (int64_t i = 0; quant != DT_QUANT_BF16 && i < count; i++)
-        if (!(fabsf(in[i]) <= 3.40282347e38f)) return DT_ERR_NUMERIC;
     for (int64_t i = 0; quant != DT_QUANT_BF16 && i < count; i += DT__QUANT_BLOCK)
         dt__quantize_block((int)quant, in + i, (unsigned char *)out + dt_quant_bytes(quant, i));
     return DT_OK;
+}
+
+dt_status dt_quantize(dt_quant quant, const float *in, int64_t count, void *out) {
+    for (int64_t i = 0; in && quant != DT_QUANT_BF16 && i < count; i++)
+        if (!(fabsf(in[i]) <= 3.40282347e38f)) return DT_ERR_NUMERIC;
+    return dt__quantize_all(quant, in, count, out);
 }
 
 /* Converts elements [at, at + n) of an array of blocks to their values. */
@@ -15576,7 +15580,7 @@ static dt_status dt__cpu_move(void *dst, const void *src, size_t bytes, void *st
 
 static dt_status dt__cpu_quantize(const dt_quantize_args *a, void *stream) {
     (void)stream;
-    return dt_quantize((dt_quant)a->quant, a->in, (int64_t)a->count, a->out);
+    return dt__quantize_all((dt_quant)a->quant, a->in, (int64_t)a->count, a->out);
 }
 
 static dt_status dt__cpu_copy(const dt_copy_args *a, void *stream) {
