@@ -83,7 +83,7 @@ $(PUBLIC): $(B)/tests_implementation.o $(B)/tests_kernels.o
 $(SHARING) $(B)/net_rank $(B)/packets $(B)/power: $(B)/tests_kernels.o
 # These take longer to compile than to run, so they are not optimised, unless TFLAGS are given.
 QUICK = $(B)/net_rank $(B)/packets $(B)/power \
-    $(patsubst %,$(B)/test_%,account attack checkpoint_faults checkpoint_kills comm_procs comm_started faults file_safety files fuzz gpt groups \
+    $(patsubst %,$(B)/test_%,account attack checkpoint_faults checkpoint_kills comm_procs comm_started faults file_safety files fuzz gpt grad_dtype groups \
           io_thread launch_env layers lora many_ranks memory mismatch misuse models moe muon nan onebit ops overlap parallel pipe placements \
           precision rendezvous replicas schedule seeds tensor tokenizer trace)
 ifeq ($(origin TFLAGS),file)

@@ -1556,8 +1556,10 @@ typedef enum dt_grad_state {
    exceed bucket_bytes. Padding is zero. */
 struct dt_bucket {
     int index, first_param, n_params;
-    dt_dtype dtype, grad_dtype; /* the gradients of bf16 and f16 parameters are f32 */
-    int frozen;                 /* dt_param_desc.frozen of its parameters */
+    /* Types of the values; of micro_grad: f32 for bf16 and f16 parameters; and of grad, the sum over
+       micro-batches and ranks: grad_dtype, or dtype for 16-bit gradients (dt_zero_desc) */
+    dt_dtype dtype, grad_dtype, sum_dtype;
+    int frozen;           /* dt_param_desc.frozen of its parameters */
     int paused;           /* 1: none of its parameters gets a gradient for now (dt_zero_freeze) */
     int stage;            /* from dt_stage */
     size_t count, padded; /* elements */
@@ -1575,7 +1577,7 @@ struct dt_bucket {
     size_t grad_offset, grad_count;
     int grad_offloaded;
     /* (padded) this micro-batch's gradient, until it has been added to grad; may be the same memory
-       as grad */
+       as grad. When complete it is rounded to sum_dtype */
     void *micro_grad;
     int micros; /* number of micro-batches whose gradients are in grad */
     dt_grad_state grad_state;
@@ -1595,9 +1597,9 @@ typedef struct dt_buckets_desc {
     int offloaded;
     /* NULL, or a function that says which parts of `bucket` this rank keeps. At the call the bucket
        has its parameters and its padded size, and keeps all values and gradients. The function may
-       change padded, shard_offset, shard_count, grad_offset, grad_count, grad_offloaded and
-       reduce_each_micro. dt_buckets_make fails with DT_ERR_ARG if padded is less than the number of
-       the parameters' elements, or if a part reaches past `padded` */
+       change padded, shard_offset, shard_count, grad_offset, grad_count, grad_offloaded,
+       reduce_each_micro and sum_dtype. dt_buckets_make fails with DT_ERR_ARG if padded is less than
+       the number of the parameters' elements, or if a part reaches past `padded` */
     void (*shard)(dt_bucket *bucket, void *user);
     void *user;
     /* size of the caller's struct of a bucket, whose first member is a dt_bucket; 0 means
@@ -4099,7 +4101,7 @@ static void dt__buckets_plan(dt_ctx *ctx, size_t bucket_bytes) {
             bucket->index = u;
             bucket->first_param = i;
             bucket->dtype = ctx->params[i]->dtype;
-            bucket->grad_dtype = dt__wide(bucket->dtype, 1);
+            bucket->grad_dtype = bucket->sum_dtype = dt__wide(bucket->dtype, 1);
             bucket->frozen = p->desc.frozen != 0;
             bucket->stage = p->stage;
         }
@@ -4313,27 +4315,35 @@ void dt_clear_grads(dt_ctx *ctx) {
 }
 
 static dt_status dt__grad_sum_alloc(dt_ctx *ctx, dt_bucket *bucket) {
-    size_t size = dt_dtype_size(bucket->grad_dtype);
+    size_t size = dt_dtype_size(bucket->sum_dtype);
+    int published = bucket->grad_count == bucket->padded && bucket->sum_dtype == bucket->grad_dtype;
     if (bucket->grad || bucket->grad_offloaded) return ctx->status;
     bucket->grad = dt_alloc(ctx, DT_MEM_GRADS, bucket->grad_count * size, "gradients");
     if (!bucket->grad) return ctx->status;
-    for (int i = 0; i < bucket->n_params && bucket->grad_count == bucket->padded; i++) {
+    for (int i = 0; i < bucket->n_params && published; i++) {
         dt_tensor *t = ctx->params[bucket->first_param + i];
         t->grad = (char *)bucket->grad + t->param->offset * size;
     }
-    return dt__fill(ctx, bucket->grad_dtype, bucket->grad, bucket->grad_count, 0);
+    return dt__fill(ctx, bucket->sum_dtype, bucket->grad, bucket->grad_count, 0);
 }
 
-/* Provides memory for a bucket's gradient of this micro-batch: `grad` itself if it is as large and
-   holds no sum yet, else a buffer. Each micro-batch's gradient is complete before it is added. */
+/* Returns memory for a bucket's gradient of this micro-batch in the given type: `grad` itself if it
+   is as large, of this type, and holds no sum yet; else a buffer. */
+static void *dt__micro_grad_acquire(dt_ctx *ctx, dt_bucket *bucket, dt_dtype dtype) {
+    int lent = bucket->grad && bucket->grad_count == bucket->padded && bucket->micros == 0 &&
+               bucket->sum_dtype == dtype;
+    return lent ? bucket->grad
+                : dt__buffer_acquire(ctx, DT_MEM_COMM, bucket->padded * dt_dtype_size(dtype));
+}
+
+/* Provides memory to which ops write a bucket's gradient of this micro-batch. Each micro-batch's
+   gradient is complete before it is added. */
 static dt_status dt__grad_begin(dt_ctx *ctx, dt_bucket *bucket) {
     size_t size = dt_dtype_size(bucket->grad_dtype), padding = bucket->padded - bucket->count;
     if (dt__grad_enter(ctx, bucket, DT_GRAD_WRITING) != DT_OK ||
         dt__grad_sum_alloc(ctx, bucket) != DT_OK)
         return ctx->status;
-    int lent = bucket->grad && bucket->grad_count == bucket->padded && bucket->micros == 0;
-    bucket->micro_grad =
-        lent ? bucket->grad : dt__buffer_acquire(ctx, DT_MEM_COMM, bucket->padded * size);
+    bucket->micro_grad = dt__micro_grad_acquire(ctx, bucket, bucket->grad_dtype);
     if (!bucket->micro_grad) return ctx->status;
     return dt__fill(
         ctx, bucket->grad_dtype, (char *)bucket->micro_grad + bucket->count * size, padding, 0);
@@ -4344,12 +4354,27 @@ static void dt__grad_buffer_release(dt_ctx *ctx, dt_bucket *bucket) {
     bucket->micro_grad = NULL;
 }
 
+/* Rounds a complete gradient of this micro-batch to the type of the sums. */
+static dt_status dt__grad_round(dt_ctx *ctx, dt_bucket *bucket) {
+    if (bucket->sum_dtype == bucket->grad_dtype) return DT_OK;
+    void *rounded = dt__micro_grad_acquire(ctx, bucket, bucket->sum_dtype);
+    dt_cast_args a = { .dtype = bucket->sum_dtype,
+        .from = bucket->grad_dtype,
+        .out = rounded,
+        .in = bucket->micro_grad,
+        .count = bucket->padded };
+    if (rounded) DT__KERNEL(ctx, "16-bit gradients", cast, &a);
+    dt__grad_buffer_release(ctx, bucket);
+    bucket->micro_grad = rounded;
+    return ctx->status;
+}
+
 /* Gradient accumulation: adds this micro-batch's gradient, if it has not been added, to the sum. */
 static dt_status dt__grad_add(dt_ctx *ctx, dt_bucket *bucket) {
-    size_t skipped = bucket->grad_offset * dt_dtype_size(bucket->grad_dtype);
+    size_t skipped = bucket->grad_offset * dt_dtype_size(bucket->sum_dtype);
     bucket->micros += bucket->micro_grad != NULL;
     if (bucket->micro_grad && bucket->micro_grad != bucket->grad)
-        dt__accumulate(ctx, bucket->grad_dtype, bucket->grad, (char *)bucket->micro_grad + skipped,
+        dt__accumulate(ctx, bucket->sum_dtype, bucket->grad, (char *)bucket->micro_grad + skipped,
             bucket->grad_count, bucket->micros > 1);
     dt__grad_buffer_release(ctx, bucket);
     return dt__grad_enter(ctx, bucket, DT_GRAD_ACCUMULATED);
@@ -4368,8 +4393,8 @@ static void *dt__param_grad(dt_ctx *ctx, dt_tensor *t, int *accumulate) {
 enum { DT__COMPLETE = -1 };
 
 /* Completes a bucket's gradient of this micro-batch, after the last op that writes to it: zeroes
-   the gradients that no op wrote, adds the gradient to the sum unless a listener reduces it first,
-   and calls the listeners. */
+   the gradients that no op wrote, rounds the gradient to the type of the sums, adds it to the sum
+   unless a listener reduces it first, and calls the listeners. */
 static void dt__grad_complete(dt_ctx *ctx, dt_bucket *bucket) {
     bucket->pending_params = DT__COMPLETE;
     if (ctx->status != DT_OK ||
@@ -4384,8 +4409,9 @@ static void dt__grad_complete(dt_ctx *ctx, dt_bucket *bucket) {
             dt__zero_padding(ctx, p, bucket->grad_dtype, g);
         p->grad_started = 0;
     }
-    if (bucket->reduce_each_micro ? dt__grad_enter(ctx, bucket, DT_GRAD_READY)
-                                  : dt__grad_add(ctx, bucket))
+    if (dt__grad_round(ctx, bucket) != DT_OK ||
+        (bucket->reduce_each_micro ? dt__grad_enter(ctx, bucket, DT_GRAD_READY)
+                                   : dt__grad_add(ctx, bucket)))
         return; /* after a failure no listener may reduce an incomplete gradient */
     for (dt_listener *l = ctx->listeners; l; l = l->next)
         if (l->grad_ready) l->grad_ready(ctx, bucket, ctx->micro == ctx->micro_count - 1, l->user);
@@ -4394,7 +4420,7 @@ static void dt__grad_complete(dt_ctx *ctx, dt_bucket *bucket) {
 /* Frees a bucket's gradient and its sharding: a later backward without ZeRO makes the whole
    gradient. */
 static void dt__grad_free(dt_ctx *ctx, dt_bucket *bucket) {
-    size_t bytes = bucket->grad_count * dt_dtype_size(bucket->grad_dtype);
+    size_t bytes = bucket->grad_count * dt_dtype_size(bucket->sum_dtype);
     dt__grad_buffer_release(ctx, bucket);
     if (bucket->grad_offloaded)
         dt__buffer_release(ctx, bucket->grad);
@@ -4405,6 +4431,7 @@ static void dt__grad_free(dt_ctx *ctx, dt_bucket *bucket) {
     bucket->grad_offset = 0;
     bucket->grad_count = bucket->padded;
     bucket->grad_offloaded = bucket->reduce_each_micro = bucket->micros = 0;
+    bucket->sum_dtype = bucket->grad_dtype;
     bucket->grad_state = DT_GRAD_EMPTY;
 }
 

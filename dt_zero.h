@@ -63,8 +63,8 @@
      5. Implementation: learning rate
      6. Buckets, groups and shards (HSDP shard groups and replicas, tied embeddings)
      7. Comparing ranks (replicas that drift apart, learning rate of all ranks)
-     8. Gradient reduction (gradient bucket, gradient accumulation, overlap of communication and
-        computation, binary tree over micro-batches)
+     8. Gradient reduction (gradient bucket, gradient accumulation, 16-bit gradients, overlap of
+        communication and computation, binary tree over micro-batches)
      9. ZeRO-3 (FSDP): gather and release of parameters
     10. Gradient norm (gradient clipping, the rank that made a NaN)
     11. Loss scaling (mixed precision, dynamic loss scale)
@@ -86,7 +86,8 @@
                 and optimizer state; the first backward allocates gradients. Every bucket is padded
                 to a multiple of n * 1,024 elements, where n is the number of ranks in a shard
                 group. Bytes per element of parameters + gradients + Adam state: 4 + 4 + 8 for f32,
-                2 + 4 + 12 for bf16 and f16; an EMA of the weights adds 4. Section 4 shows which of
+                2 + 4 + 12 for bf16 and f16, 2 + 2 + 12 with 16-bit gradients
+                (dt_zero_desc.grad_dtype); an EMA of the weights adds 4. Section 4 shows which of
                 these each ZeRO stage divides by n. DT_MEM_COMM counts gathered parameters and
                 gradients that are being reduced: at stage 2 the gradients of three buckets, at
                 stage 3 also the parameters of the current block and of the next block. 1-bit Adam
@@ -95,7 +96,8 @@
                 (section 16). At stage 3 a parameter's `data` is NULL outside of the block that uses
                 the parameter: read the values with dt_read or dt_data.
      Types      f32, f64, bf16 and f16. Mixed precision: bf16 and f16 parameters have f32 gradients,
-                and an f32 master weight in the optimizer state. The update changes the master
+                (dt_zero_desc.grad_dtype: 16-bit sums of them), and an f32 master weight in the
+                optimizer state. The update changes the master
                 weight and rounds it to the parameter. The first step copies the master weight from
                 the parameter. If the program writes a bf16 or f16 parameter after the first step,
                 the next step overwrites the written value. Losses are scaled if any parameter is
@@ -288,6 +290,14 @@ typedef struct dt_zero_desc {
        DT_SCALE_DYNAMIC: a dynamic loss scale. Other values: a fixed loss scale */
     double loss_scale;
     dt_scale_desc scale; /* parameters of a dynamic loss scale */
+    /* 16-bit gradients. DT_BF16 or DT_F16: the gradients of parameters of this type are stored and
+       summed in it, over micro-batches and over ranks: half the traffic, and 2 bytes per element
+       instead of 4 (16 bytes with parameters and Adam state). A micro-batch's gradient is computed
+       in f32 and rounded; a sum over ranks is computed in f32 and rounded once; each addition of a
+       micro-batch rounds, so many micro-batches lose small terms. t->grad is then NULL: use
+       dt_zero_grad. DT_F32 (0): all gradients are summed in the type of dt_grad_dtype. Not with
+       DT_MUON or DT_ONEBIT_ADAM */
+    dt_dtype grad_dtype;
     /* maximum size of a bucket in bytes, unless one parameter is larger; 0 means 25 MiB */
     size_t bucket_bytes;
     /* Comparisons of replicas (section 7): copies of parameters and of optimizer state that several
@@ -612,8 +622,9 @@ typedef struct dt_zero_formula_desc {
     int ranks;         /* N; 0 means 1 */
     int micros;        /* `a`; 0 means 1 */
     int keep_gathered; /* 1: stage 3 gathers parameters once a step */
-    /* P, G and O. With Adam they are 4, 4, 8 for f32, 8, 8, 16 for f64, and 2, 4, 12 for bf16 and
-       f16 with f32 master weights (2, 2, 12 in the paper, which has 16-bit gradients). O is 4 less
+    /* P, G and O. With Adam they are 4, 4, 8 for f32, 8, 8, 16 for f64, 2, 4, 12 for bf16 and
+       f16 with f32 master weights, and 2, 2, 12 with 16-bit gradients (dt_zero_desc.grad_dtype), as
+       in the paper. O is 4 less
        for SGD with momentum, 8 less without; an EMA adds 4 (f64: twice as much). If all three are
        0, they mean 4, 4, 8 */
     double values, grads, state;
@@ -864,6 +875,9 @@ struct dt_zero {
     dt__gather_plan *gather_plans;  /* (n_stages, DT__GATHER_PLANS) of each pipeline stage */
     int n_stages;                   /* this rank's last pipeline stage + 1 */
     dt__gather_phase current_phase; /* says which plan is in use */
+    /* 16-bit gradients: (wide_count) f32 values of a piece of them, for the update */
+    void *wide_grads;
+    size_t wide_count;
     void *leaves; /* tree: (ranks, piece) each rank's gradient of this rank's piece */
     size_t leaves_bytes;
     /* (n_sums) sums of squares, one for each DT_PIECE elements; sums of experts come last */
@@ -918,14 +932,24 @@ static void dt__muon_free(dt_zero *zero);
 static dt_status dt__muon_update(dt_zero *zero, double grad_scale);
 static double dt__muon_scale(const dt_param_group *d, const dt_tensor *t);
 
-/* Returns the size in bytes of one element of the gradients and of the optimizer state. */
+/* Returns the type of the elements of an array (DT__STATE_0 to DT__GRAD) of a bucket. */
+static dt_dtype dt__array_dtype(const dt_bucket *bucket, int array) {
+    return array == DT__PARAMS ? bucket->dtype
+           : array == DT__GRAD ? bucket->sum_dtype
+                               : bucket->grad_dtype;
+}
+
+/* Returns the size in bytes of one element of the optimizer state. */
 static size_t dt__zero_element_size(const dt__zero_bucket *z) {
     return dt_dtype_size(z->bucket.grad_dtype);
 }
 
-/* Returns the address of an element of a gradient or of a state array. */
+/* Return the address of an element of a state array, and of an array of gradients. */
 static void *dt__zero_element(const dt__zero_bucket *z, void *array, size_t element) {
     return (char *)array + element * dt__zero_element_size(z);
+}
+static void *dt__grad_element(const dt__zero_bucket *z, void *array, size_t element) {
+    return (char *)array + element * dt_dtype_size(z->bucket.sum_dtype);
 }
 
 /* dt__zero_param_shard and dt__zero_grad_shard return the address of this rank's shard of the
@@ -936,7 +960,7 @@ static void *dt__zero_param_shard(const dt__zero_bucket *z) {
            (z->offset - z->bucket.shard_offset) * dt_dtype_size(z->bucket.dtype);
 }
 static void *dt__zero_grad_shard(const dt__zero_bucket *z) {
-    return dt__zero_element(z, z->bucket.grad, z->offset - z->bucket.grad_offset);
+    return dt__grad_element(z, z->bucket.grad, z->offset - z->bucket.grad_offset);
 }
 
 static int dt__zero_has_master(const dt_bucket *bucket) {
@@ -1090,6 +1114,8 @@ static void dt__zero_on_shard(dt_bucket *bucket, void *user) {
     bucket->grad_count = stage->shard_grads ? z->count : bucket->padded;
     bucket->grad_offset = stage->shard_grads ? z->offset : 0;
     bucket->reduce_each_micro = zero->sum->each_micro;
+    if (dt__narrow(bucket->dtype) && bucket->dtype == zero->desc.grad_dtype)
+        bucket->sum_dtype = bucket->dtype;
     /* tied gradients stay in memory, because another pipeline stage adds to them later */
     bucket->grad_offloaded = dt__grads_on_disk(zero) && !bucket->frozen && !z->tied_group;
 }
@@ -1167,12 +1193,29 @@ static dt_status dt__norm_sum_kinds(dt_zero *zero, dt_comm *dense, dt_comm *expe
     return dt_sum_doubles(experts, zero->sums + zero->n_dense, zero->n_sums - zero->n_dense);
 }
 
+/* Allocates zero->wide_grads where the update runs, if a bucket has 16-bit gradients. */
+static dt_status dt__wide_grads_make(dt_zero *zero) {
+    size_t longest = 0, most = zero->chunks ? zero->chunk_elements : (size_t)1 << 22;
+    for (int u = 0; u < zero->n_buckets; u++) {
+        const dt__zero_bucket *z = &zero->buckets[u];
+        if (z->bucket.sum_dtype != z->bucket.grad_dtype && !z->bucket.frozen && z->count > longest)
+            longest = z->count;
+    }
+    zero->wide_count = longest < most ? longest : most;
+    if (zero->wide_count > 0)
+        zero->wide_grads = dt_alloc(zero->ctx, zero->chunks ? DT_MEM_HOST : DT_MEM_TEMP,
+            zero->wide_count * sizeof(float), "16-bit gradients");
+    return dt_error(zero->ctx);
+}
+
 static dt_status dt__zero_buckets_make(dt_zero *zero) {
     dt_ctx *ctx = zero->ctx;
     if (!zero->disk && dt__disk_open(zero) != DT_OK) return dt_error(ctx);
     for (int u = 0; u < zero->n_buckets; u++)
         if (dt__zero_bucket_make(zero, &zero->buckets[u]) != DT_OK) return dt_error(ctx);
-    return dt__norm_sums_make(zero) == DT_OK ? dt__chunks_make(zero) : dt_error(ctx);
+    return dt__norm_sums_make(zero) == DT_OK && dt__chunks_make(zero) == DT_OK
+               ? dt__wide_grads_make(zero)
+               : dt_error(ctx);
 }
 
 /* Fails if a parameter is sharded over data-parallel ranks along an axis other than ep, or if it
@@ -1232,7 +1275,7 @@ static dt__text dt__optimizer_describe(const dt_zero *zero) {
         c->min_scale, (double)z->keep_gathered, (double)z->no_overlap, (double)z->states,
         (double)z->compare_every, (double)dt__zero_offloads(zero),
         (double)(dt__on_disk(z->offload_params) || dt__in_host(z->offload_params)), z->ema_decay,
-        z->skip_norm_z, z->skip_loss_z };
+        z->skip_norm_z, z->skip_loss_z, (double)z->grad_dtype };
     uint64_t others = dt__digest(1, more, sizeof more) & 0xffffff; /* digest of `more` */
     dt__text text = dt__format(
         "optimizer %d of stage %d/%d%s, scale %g, betas %g %g, eps %g, momentum %g, "
@@ -1450,7 +1493,7 @@ static uint64_t dt__array_digest(dt_zero *zero, const dt_tensor *t, int array) {
     const dt_bucket *bucket = p->bucket;
     dt__zero_bucket *z = &zero->buckets[bucket->index];
     int params = array == DT__PARAMS;
-    dt_dtype dtype = params ? bucket->dtype : bucket->grad_dtype;
+    dt_dtype dtype = dt__array_dtype(bucket, array);
     size_t size = dt_dtype_size(dtype), shard = params ? bucket->shard_offset : z->offset,
            shard_end = shard + (params ? bucket->shard_count : z->count),
            begin = p->offset > shard ? p->offset : shard,
@@ -1879,7 +1922,8 @@ static dt_status dt__step_agree(dt_zero *zero, double *bad) {
                 EMPTY
                   | dt__grad_begin         the first op of a backward asks where to write
        +-----> WRITING                     ops write to micro_grad, f32 for 16-bit parameters
-       |          | dt__grad_complete      the last op has written
+       |          | dt__grad_complete      the last op has written; dt__grad_round: to bf16 or f16,
+       |          |                        if dt_zero_desc.grad_dtype asks for it
        |   +------+--------------+
        |   | stages 0, 1         | stages 2, 3 and tree: reduce each micro-batch
        |   | dt__grad_add        |
@@ -1910,6 +1954,10 @@ static dt_status dt__step_agree(dt_zero *zero, double *bad) {
      2         shard      shard      whole       each micro-batch, reduce-scatter  all-gather
      3  FSDP   shard      shard      shard       each micro-batch, reduce-scatter  blocks gather
 
+   16-bit gradients (dt_zero_desc.grad_dtype): a micro-batch's gradient is rounded when it is
+   complete, so what is stored and sent has 2 bytes per element. The update widens it again, piece
+   by piece (dt__grad_widen).
+
    All sums are in rank order. Stages 0 and 1 add the micro-batches first and then the ranks, stages
    2 and 3 add the ranks in each micro-batch; so 0 and 1 give the same bits, and so do 2 and 3.
    Section 4 says how many bytes each stage sends. Overlap of communication and computation: a
@@ -1918,12 +1966,12 @@ static dt_status dt__step_agree(dt_zero *zero, double *bad) {
    3 only two may be pending, because each pending reduction holds the gradient of a full bucket. */
 static dt_status dt__reduce_all(dt_zero *zero, dt__zero_bucket *z, void *full) {
     z->work = dt_all_reduce_start(
-        z->data_group, full, full, z->bucket.padded, z->bucket.grad_dtype, DT_SUM);
+        z->data_group, full, full, z->bucket.padded, z->bucket.sum_dtype, DT_SUM);
     return dt_error(zero->ctx);
 }
 static dt_status dt__reduce_to_shard(dt_zero *zero, dt__zero_bucket *z, void *full) {
-    z->work = dt_reduce_scatter_start(z->shard_group, full, dt__zero_element(z, full, z->offset),
-        z->count, z->bucket.grad_dtype, DT_SUM);
+    z->work = dt_reduce_scatter_start(z->shard_group, full, dt__grad_element(z, full, z->offset),
+        z->count, z->bucket.sum_dtype, DT_SUM);
     return dt_error(zero->ctx);
 }
 static dt_status dt__add_micro(dt_zero *zero, dt__zero_bucket *z) {
@@ -1969,7 +2017,7 @@ static void dt__reduce_shard_start(dt__zero_bucket *z, dt_comm *comm, dt_axis co
     void *shard = dt__zero_grad_shard(z);
     dt_axis axis = comm ? comm->axis : counted;
     dt_comm_set_axis(comm, counted);
-    z->work = dt_all_reduce_start(comm, shard, shard, z->count, z->bucket.grad_dtype, DT_SUM);
+    z->work = dt_all_reduce_start(comm, shard, shard, z->count, z->bucket.sum_dtype, DT_SUM);
     dt_comm_set_axis(comm, axis);
 }
 
@@ -2125,7 +2173,7 @@ static size_t dt__grad_tree_segment(const dt__zero_bucket *z, int rank) {
 }
 
 static void *dt__grad_tree_level(const dt__zero_bucket *z, size_t segment, int level) {
-    return dt__zero_element(z, z->levels, (size_t)level * segment);
+    return dt__grad_element(z, z->levels, (size_t)level * segment);
 }
 
 static dt_status dt__grad_tree_add(
@@ -2137,7 +2185,7 @@ static dt_status dt__grad_tree_add(
            this addition and is not needed afterwards */
         void *out = dt__grad_tree_level(z, segment, before >> (level + 1) & 1 ? level : level + 1);
         const void *terms[2] = { dt__grad_tree_level(z, segment, level), sum };
-        dt_reduce_args a = { .dtype = z->bucket.grad_dtype,
+        dt_reduce_args a = { .dtype = z->bucket.sum_dtype,
             .out = out,
             .in = terms,
             .n = 2,
@@ -2149,7 +2197,7 @@ static dt_status dt__grad_tree_add(
     }
     return level > 0 ? DT_OK
                      : dt__move(zero->ctx, dt__grad_tree_level(z, segment, 0), leaf,
-                           segment * dt__zero_element_size(z));
+                           segment * dt_dtype_size(z->bucket.sum_dtype));
 }
 
 /* Completes the tree of a bucket: adds the sums that are left in the levels of this rank's piece,
@@ -2159,12 +2207,12 @@ static dt_status dt__grad_tree_sum(
     char *shard = (char *)dt__zero_grad_shard(z), *sum = NULL;
     void *mine =
         shard + (dt__grad_tree_segment(z, dt_comm_rank(z->data_group)) * segment - z->offset) *
-                    dt__zero_element_size(z);
+                    dt_dtype_size(z->bucket.sum_dtype);
     for (int level = 0; leaves >> level; level++) {
         void *more = dt__grad_tree_level(z, segment, level);
         if (!(leaves >> level & 1)) continue;
         const void *terms[2] = { more, sum };
-        dt_reduce_args a = { .dtype = z->bucket.grad_dtype,
+        dt_reduce_args a = { .dtype = z->bucket.sum_dtype,
             .out = more,
             .in = terms,
             .n = 2,
@@ -2174,10 +2222,10 @@ static dt_status dt__grad_tree_sum(
             return dt_error(zero->ctx);
         sum = (char *)more;
     }
-    if (dt__move(zero->ctx, mine, sum, segment * dt__zero_element_size(z)) != DT_OK)
+    if (dt__move(zero->ctx, mine, sum, segment * dt_dtype_size(z->bucket.sum_dtype)) != DT_OK)
         return dt_error(zero->ctx);
     dt_comm *others = zero->stage->shard_optim ? z->replica_group : z->data_group;
-    return dt_all_gather(others, mine, shard, segment, z->bucket.grad_dtype);
+    return dt_all_gather(others, mine, shard, segment, z->bucket.sum_dtype);
 }
 
 /* Allocates the levels of this bucket, and zero->leaves with the size of the largest bucket, unless
@@ -2187,14 +2235,15 @@ static dt_status dt__grad_tree_alloc(
     size_t n_levels = 0, max_bytes = 0;
     while (leaves >> n_levels) n_levels++;
     for (int u = 0; u < zero->n_buckets; u++) {
-        size_t bytes = zero->buckets[u].bucket.padded * dt__zero_element_size(&zero->buckets[u]);
+        size_t bytes =
+            zero->buckets[u].bucket.padded * dt_dtype_size(zero->buckets[u].bucket.sum_dtype);
         max_bytes = bytes > max_bytes ? bytes : max_bytes;
     }
     if (dt_comm_size(z->data_group) > 1 && !zero->leaves) {
         zero->leaves = dt_alloc(zero->ctx, DT_MEM_COMM, max_bytes, "the tree's leaves");
         zero->leaves_bytes = max_bytes;
     }
-    size_t bytes = n_levels * segment * dt__zero_element_size(z);
+    size_t bytes = n_levels * segment * dt_dtype_size(z->bucket.sum_dtype);
     if (z->levels_bytes == bytes) return dt_error(zero->ctx);
     dt_free(zero->ctx, DT_MEM_GRADS, z->levels, z->levels_bytes);
     z->levels = dt_alloc(zero->ctx, DT_MEM_GRADS, bytes, "the tree's levels");
@@ -2206,7 +2255,7 @@ static dt_status dt__grad_tree_alloc(
    gradient of the bucket. Fills zero->leaves with every rank's gradient of this rank's piece. */
 static dt_status dt__tree_exchange(dt_zero *zero, dt__zero_bucket *z, void *full) {
     size_t ranks = (size_t)dt_comm_size(z->data_group), segment = z->bucket.padded / ranks,
-           bytes = segment * dt__zero_element_size(z);
+           bytes = segment * dt_dtype_size(z->bucket.sum_dtype);
     if (dt__grad_tree_alloc(zero, z, segment, ranks * (size_t)zero->ctx->micro_count) != DT_OK ||
         ranks == 1)
         return dt_error(zero->ctx);
@@ -2217,7 +2266,7 @@ static dt_status dt__tree_exchange(dt_zero *zero, dt__zero_bucket *z, void *full
             (char *)full + dt__grad_tree_segment(z, (int)r) * bytes, bytes);
     if (dt_error(zero->ctx) == DT_OK)
         dt_all_to_all(
-            z->data_group, sorted ? sorted : full, zero->leaves, segment, z->bucket.grad_dtype);
+            z->data_group, sorted ? sorted : full, zero->leaves, segment, z->bucket.sum_dtype);
     if (sorted) dt__buffer_release(zero->ctx, sorted);
     return dt_error(zero->ctx);
 }
@@ -2231,7 +2280,7 @@ static dt_status dt__tree_add(dt_zero *zero, dt__zero_bucket *z) {
            micro = (size_t)zero->ctx->micro;
     const char *leaves = (const char *)(ranks > 1 ? zero->leaves : bucket->micro_grad);
     for (size_t r = 0; r < ranks; r++) {
-        const char *leaf = leaves + r * segment * dt__zero_element_size(z);
+        const char *leaf = leaves + r * segment * dt_dtype_size(z->bucket.sum_dtype);
         if (dt__grad_tree_add(zero, z, segment, leaf, micro * ranks + r) != DT_OK)
             return dt_error(zero->ctx);
     }
@@ -2430,7 +2479,7 @@ static dt_status dt__norm_local_sums(dt_zero *zero, int first, int end, int on_d
     for (int u = first; u < end && runs > 0; u++) {
         const dt__zero_bucket *z = &zero->buckets[u];
         if (!dt__norm_includes(z, on_disk)) continue;
-        dt_square_sums_args a = { z->bucket.grad_dtype, at, dt__zero_grad_shard(z), z->count };
+        dt_square_sums_args a = { z->bucket.sum_dtype, at, dt__zero_grad_shard(z), z->count };
         if (!from || DT__KERNEL(ctx, "the gradient norm", square_sums, &a) != DT_OK)
             return dt_error(ctx);
         at += z->count / DT_PIECE;
@@ -2551,16 +2600,16 @@ static void dt__bad_grad_set(
 static void dt__bad_grad_locate(
     dt_zero *zero, const dt__zero_bucket *z, size_t at, const void *piece, dt__bad_grad *bad) {
     size_t k = 0;
-    while (k < DT_PIECE && isfinite(dt__number(z->bucket.grad_dtype, piece, k))) k++;
+    while (k < DT_PIECE && isfinite(dt__number(z->bucket.sum_dtype, piece, k))) k++;
     for (size_t i = 0, largest = 0; k == DT_PIECE && i <= DT_PIECE;
          i++) { /* if all are finite, find the largest: its square is not finite */
         if (i == DT_PIECE)
             k = largest;
-        else if (fabs(dt__number(z->bucket.grad_dtype, piece, i)) >
-                 fabs(dt__number(z->bucket.grad_dtype, piece, largest)))
+        else if (fabs(dt__number(z->bucket.sum_dtype, piece, i)) >
+                 fabs(dt__number(z->bucket.sum_dtype, piece, largest)))
             largest = i;
     }
-    dt__bad_grad_set(zero, z, at + k, dt__number(z->bucket.grad_dtype, piece, k), bad);
+    dt__bad_grad_set(zero, z, at + k, dt__number(z->bucket.sum_dtype, piece, k), bad);
 }
 
 /* Returns 1 if a bucket's gradient is summed over ranks. */
@@ -2580,8 +2629,8 @@ static int dt__is_summed(const dt_zero *zero, const dt__zero_bucket *z) {
 static dt_status dt__own_grad_check(dt_zero *zero, const dt__zero_bucket *z, const void *full) {
     dt_ctx *ctx = zero->ctx;
     dt__bad_grad *bad = &zero->own_bad;
-    double copy[1]; /* f32 or f64 */
-    size_t size = dt__zero_element_size(z);
+    double copy[1]; /* room for any type */
+    size_t size = dt_dtype_size(z->bucket.sum_dtype);
     int first_micro = ctx->micro == 0 || !zero->sum->each_micro;
     if (dt__is_dry_run(zero) || !dt__is_summed(zero, z) ||
         (ctx->kernels.sync && !ctx->check_finite))
@@ -2590,10 +2639,10 @@ static dt_status dt__own_grad_check(dt_zero *zero, const dt__zero_bucket *z, con
     if (first_micro && bad->rank >= 0 && dt_param_get(ctx, bad->param)->param->bucket == &z->bucket)
         bad->rank = -1;
     if (bad->rank >= 0) return DT_OK;
-    int64_t at = dt__find_bad(ctx, z->bucket.grad_dtype, full, (int64_t)z->bucket.padded, 1);
+    int64_t at = dt__find_bad(ctx, z->bucket.sum_dtype, full, (int64_t)z->bucket.padded, 1);
     if (at < 0 || dt__move_now(ctx, copy, (const char *)full + (size_t)at * size, size) != DT_OK)
         return dt_error(ctx);
-    dt__bad_grad_set(zero, z, (size_t)at, dt__number(z->bucket.grad_dtype, copy, 0), bad);
+    dt__bad_grad_set(zero, z, (size_t)at, dt__number(z->bucket.sum_dtype, copy, 0), bad);
     bad->own = 1;
     bad->micro = zero->sum->each_micro || ctx->micro_count == 1 ? ctx->micro : -1;
     return DT_OK;
@@ -2985,6 +3034,40 @@ static dt_status dt__paused_masters_init(dt_zero *zero, dt__zero_bucket *z) {
 
 static dt_status dt__offload_update(dt_zero *zero, double grad_scale);
 
+/* Returns `count` elements of a bucket's gradient in the type that the update reads: `grad` itself,
+   or the f32 values of 16-bit gradients, in zero->wide_grads. */
+static void *dt__grad_widen(dt_zero *zero, const dt__zero_bucket *z, void *grad, size_t count) {
+    dt_cast_args a = { .dtype = z->bucket.grad_dtype,
+        .from = z->bucket.sum_dtype,
+        .out = zero->wide_grads,
+        .in = grad,
+        .count = count };
+    if (a.dtype == a.from) return grad;
+    DT__UPDATE(zero, "16-bit gradients", cast, &a);
+    return zero->wide_grads;
+}
+
+/* Updates this rank's shard of a bucket, in pieces if its gradients are widened. */
+static dt_status dt__zero_update_bucket(dt_zero *zero, dt__zero_bucket *z, double grad_scale) {
+    size_t size = dt__zero_element_size(z), narrow = dt_dtype_size(z->bucket.dtype),
+           most = z->bucket.sum_dtype == z->bucket.grad_dtype ? z->count : zero->wide_count;
+    for (size_t at = 0, n; at < z->count; at += n) {
+        n = z->count - at < most ? z->count - at : most;
+        dt__update_span piece = { .offset = z->offset + at,
+            .count = n,
+            .grad = dt__grad_widen(zero, z, dt__grad_element(z, dt__zero_grad_shard(z), at), n),
+            .state = { NULL, NULL },
+            .master = z->master ? (char *)z->master + at * size : NULL,
+            .ema = z->ema ? (char *)z->ema + at * size : NULL,
+            .values = (char *)dt__zero_param_shard(z) + at * narrow };
+        for (int k = 0; k < z->states; k++) piece.state[k] = dt__zero_element(z, z->state[k], at);
+        if (dt__masters_init(zero, z, &piece, piece.values) != DT_OK ||
+            dt__zero_update_span(zero, z, &piece, grad_scale) != DT_OK)
+            break;
+    }
+    return dt_error(zero->ctx);
+}
+
 /* Mixed precision with master weights (arXiv:1710.03740). The update changes the f32 master weight,
    and rounds the result to the 16-bit parameter. In 16 bits, updates much smaller than the weight
    would be lost:
@@ -3009,18 +3092,8 @@ static dt_status dt__zero_update_all(dt_zero *zero, double grad_scale) {
         if (z && !dt__zero_steps_now(z)) z = NULL;
         if (z && dt__onebit_frozen(zero) && dt__onebit_momentum(zero, z, grad_scale) != DT_OK)
             return dt_error(zero->ctx);
-        if (z && !offloaded) {
-            dt__update_span shard = { .offset = z->offset,
-                .count = z->count,
-                .grad = dt__zero_grad_shard(z),
-                .state = { z->state[0], z->state[1] },
-                .master = z->master,
-                .ema = z->ema,
-                .values = dt__zero_param_shard(z) };
-            if (dt__masters_init(zero, z, &shard, shard.values) != DT_OK ||
-                dt__zero_update_span(zero, z, &shard, grad_scale) != DT_OK)
-                return dt_error(zero->ctx);
-        }
+        if (z && !offloaded && dt__zero_update_bucket(zero, z, grad_scale) != DT_OK)
+            return dt_error(zero->ctx);
         if (u > 0 && dt__zero_work_wait(zero, &zero->buckets[u - 1]) != DT_OK)
             return dt_error(zero->ctx);
         if (z && gathers)
@@ -3423,7 +3496,7 @@ static size_t dt__disk_array_bytes(const dt_zero *zero, const dt_bucket *bucket,
     if (array == DT__GRAD) present = bucket->grad_offloaded;
     if (array == DT__PARAMS) present = dt__on_disk(zero->desc.offload_params);
     if (!present) return 0;
-    return count * dt_dtype_size(array == DT__PARAMS ? bucket->dtype : bucket->grad_dtype);
+    return count * dt_dtype_size(dt__array_dtype(bucket, array));
 }
 
 /* Returns the offset in the file of an array of bucket u, in the given slot. Gradients are after
@@ -3632,7 +3705,7 @@ static dt_status dt__array_access(
 /* Copies `count` elements of this rank's shard of the step's gradient. */
 static dt_status dt__grads_copy_out(
     dt_zero *zero, dt__zero_bucket *z, size_t element, void *host, size_t count) {
-    size_t size = dt__zero_element_size(z);
+    size_t size = dt_dtype_size(z->bucket.sum_dtype);
     return dt__array_access(zero, z, DT__GRAD, 0, element * size, host, count * size);
 }
 
@@ -3641,7 +3714,7 @@ static dt_status dt__grads_copy_out(
 /* Acquires a buffer for this rank's shard of a bucket's gradient, and starts to read the sum of
    earlier micro-batches into it. */
 static dt_status dt__grads_read_start(dt_zero *zero, dt__zero_bucket *z) {
-    size_t bytes = z->count * dt__zero_element_size(z);
+    size_t bytes = z->count * dt_dtype_size(z->bucket.sum_dtype);
     z->bucket.grad = dt__buffer_acquire(zero->ctx, DT_MEM_COMM, bytes);
     if (z->bucket.grad && z->bucket.micros > 0)
         dt__disk_begin(zero, &z->grad_job, 0, z->bucket.index, DT__GRAD, z->bucket.grad, bytes);
@@ -3650,7 +3723,7 @@ static dt_status dt__grads_read_start(dt_zero *zero, dt__zero_bucket *z) {
 
 static dt_status dt__grads_write_start(dt_zero *zero, dt__zero_bucket *z) {
     return dt__disk_begin(zero, &z->grad_job, 1, z->bucket.index, DT__GRAD, z->bucket.grad,
-        z->count * dt__zero_element_size(z));
+        z->count * dt_dtype_size(z->bucket.sum_dtype));
 }
 
 /* Waits until gradients that are being written are on disk, and releases their buffers. */
@@ -3700,7 +3773,7 @@ static void dt__chunk_transfer(dt_zero *zero, dt__offload_chunk *s, int write) {
     const dt__zero_bucket *z = &zero->buckets[s->bucket];
     int master = dt__zero_has_master(&z->bucket);
     for (int a = 0; a < DT__ARRAYS && zero->disk; a++) {
-        size_t size = a == DT__PARAMS ? dt_dtype_size(z->bucket.dtype) : dt__zero_element_size(z);
+        size_t size = dt_dtype_size(dt__array_dtype(&z->bucket, a));
         int first = z->group->step == 0, unread = ((a == DT__MASTER || a == DT__EMA) && first) ||
                                                   (a == DT__PARAMS && master && !first);
         if (dt__disk_array_bytes(zero, &z->bucket, a) == 0 || (write ? a == DT__GRAD : unread))
@@ -3716,11 +3789,11 @@ static dt_status dt__chunk_update(dt_zero *zero, dt__offload_chunk *s, double gr
     dt__zero_bucket *z = &zero->buckets[s->bucket];
     const dt_bucket *u = &z->bucket;
     size_t size = dt__zero_element_size(z), narrow = dt_dtype_size(u->dtype),
-           at = s->offset - z->offset, bytes = s->count * size;
+           at = s->offset - z->offset, bytes = s->count * dt_dtype_size(u->sum_dtype);
     int master = dt__zero_has_master(u), on_disk = dt__disk_array_bytes(zero, u, DT__PARAMS) > 0,
-        first = z->group->step == 0;
+        first = z->group->step == 0, same_size = bytes == s->count * narrow;
     char *grad = (char *)(u->grad_offloaded ? s->buf[DT__GRAD]
-                                            : dt__zero_element(z, dt__zero_grad_shard(z), at));
+                                            : dt__grad_element(z, dt__zero_grad_shard(z), at));
     dt__update_span span = {
         .offset = s->offset, .count = s->count, .grad = grad, .state = { NULL, NULL }
     };
@@ -3736,18 +3809,21 @@ static dt_status dt__chunk_update(dt_zero *zero, dt__offload_chunk *s, double gr
     if (s->buf[DT__GRAD] && grad != s->buf[DT__GRAD])
         dt__move(ctx, span.grad = s->buf[DT__GRAD], grad, bytes);
     if (dt__sync(ctx) != DT_OK) return dt_error(ctx);
+    span.grad = dt__grad_widen(zero, z, span.grad, s->count);
     if (dt__masters_init(zero, z, &span, s->buf[DT__PARAMS]) != DT_OK) return dt_error(ctx);
-    span.values = on_disk || !master ? s->buf[DT__PARAMS] : NULL;
+    /* what dt__offload_commit copies: the values or, for f32 gradients of 16-bit parameters, the
+       master weights, which it rounds; they fit into the gradient's memory */
+    span.values = on_disk || same_size ? s->buf[DT__PARAMS] : NULL;
     if (dt__zero_update_span(zero, z, &span, grad_scale) != DT_OK || on_disk) return dt_error(ctx);
     /* waits, because the buffers may next be used for another chunk */
-    return dt__move_now(ctx, grad, master ? span.master : s->buf[DT__PARAMS], bytes);
+    return dt__move_now(ctx, grad, same_size ? s->buf[DT__PARAMS] : span.master, bytes);
 }
 
 /* Copies the updated parameters from the gradient's memory, where dt__chunk_update put them. */
 static dt_status dt__offload_commit(dt_zero *zero, dt__zero_bucket *z) {
     dt_ctx *ctx = zero->ctx;
     const dt_bucket *u = &z->bucket;
-    size_t size = dt__zero_element_size(z), narrow = dt_dtype_size(u->dtype);
+    size_t size = dt_dtype_size(u->sum_dtype), narrow = dt_dtype_size(u->dtype);
     if (!dt__zero_steps_now(z) || dt__disk_array_bytes(zero, u, DT__PARAMS) > 0)
         return dt_error(ctx);
     for (size_t at = 0, n; at < z->count; at += n) {
@@ -4764,6 +4840,8 @@ static dt_status dt__param_groups_check(dt_zero *zero) {
 /* Frees what the training state owns. */
 static void dt__zero_release(dt_ctx *ctx, dt_zero *zero) {
     if (zero->chunks) dt__sync(ctx); /* completes copies from and to pinned memory */
+    dt_free(ctx, zero->chunks ? DT_MEM_HOST : DT_MEM_TEMP, zero->wide_grads,
+        zero->wide_count * sizeof(float));
     for (int u = 0; zero->buckets && u < zero->n_buckets; u++) {
         dt__zero_bucket *z = &zero->buckets[u];
         dt_unpin(ctx, z->host_shard, z->bucket.shard_count * dt_dtype_size(z->bucket.dtype));
@@ -4812,11 +4890,29 @@ static dt_status dt__zero_usable(const dt_zero *zero, const char *what) {
     return dt_error(zero->ctx);
 }
 
+static dt_status dt__grad_dtype_check(dt_ctx *ctx, const dt_zero_desc *d) {
+    static const char *const names[] = { "DT_MUON", "DT_ONEBIT_ADAM" };
+    int muon = d->optimizer == DT_MUON;
+    if (d->grad_dtype == DT_F32) return DT_OK;
+    if (!dt__narrow(d->grad_dtype))
+        return dt_fail(ctx, DT_ERR_ARG,
+            "dt_zero_make: .grad_dtype %d (%.8s); use DT_BF16 or DT_F16, or 0 for sums in the type "
+            "of dt_grad_dtype",
+            (int)d->grad_dtype, dt_dtype_name(d->grad_dtype));
+    for (int k = 0; k < d->group_count; k++) muon |= d->groups[k].optimizer == DT_MUON;
+    if (!muon && d->optimizer != DT_ONEBIT_ADAM) return DT_OK;
+    return dt_fail(ctx, DT_ERR_UNSUPPORTED, "dt_zero_make: .grad_dtype %s with %s, which %s: use 0",
+        dt_dtype_name(d->grad_dtype), names[!muon],
+        muon ? "puts orthogonalized matrices in the gradients' place"
+             : "compresses what it sends itself");
+}
+
 static dt_status dt__zero_check(dt_ctx *ctx, const dt_zero_desc *d) {
     const dt_scale_desc *s = &d->scale;
     if (d->stage < 0 || d->stage > 3)
         return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: stage %d; use 0 to 3", d->stage);
-    if (dt__groups_check(ctx, d) != DT_OK) return dt_error(ctx);
+    if (dt__groups_check(ctx, d) != DT_OK || dt__grad_dtype_check(ctx, d) != DT_OK)
+        return dt_error(ctx);
     if (d->optimizer == DT_ONEBIT_ADAM && dt__onebit_check(ctx, d) != DT_OK) return dt_error(ctx);
     if (!(d->clip >= 0)) return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: clip %g", d->clip);
     if (!(d->ema_decay >= 0 && d->ema_decay < 1 && d->skip_norm_z >= 0 && d->skip_loss_z >= 0))
@@ -5122,21 +5218,24 @@ static dt__zero_bucket *dt__zero_bucket_of(
     return NULL;
 }
 
-/* All-gathers an array of a bucket (a gradient or a state), of which this rank has `shard`, and
-   copies the elements of `param` to host memory. */
-static dt_status dt__zero_all_gather_param(dt_zero *zero, const dt__zero_bucket *z,
+/* All-gathers an array (DT__STATE_0 to DT__EMA, or DT__GRAD) of a bucket, of which this rank has
+   `shard`, and copies the elements of `param` to host memory, in the type of dt_grad_dtype. */
+static dt_status dt__zero_all_gather_param(dt_zero *zero, const dt__zero_bucket *z, int array,
     const void *shard, const dt_tensor *param, void *host) {
-    size_t size = dt__zero_element_size(z), bytes = z->bucket.padded * size;
-    void *full = dt_alloc(zero->ctx, DT_MEM_TEMP, bytes, "collecting a parameter's state");
+    dt_dtype dtype = dt__array_dtype(&z->bucket, array);
+    size_t size = dt_dtype_size(dtype), bytes = z->bucket.padded * size,
+           count = param->param->count;
+    char *full = (char *)dt_alloc(zero->ctx, DT_MEM_TEMP, bytes, "collecting a parameter's state");
     if (!full) return dt_error(zero->ctx);
-    dt__move(zero->ctx, dt__zero_element(z, full, z->offset), shard, z->count * size);
+    dt__move(zero->ctx, full + z->offset * size, shard, z->count * size);
     if (zero->stage->shard_optim)
-        dt_all_gather(z->shard_group, dt__zero_element(z, full, z->offset), full, z->count,
-            z->bucket.grad_dtype);
+        dt_all_gather(z->shard_group, full + z->offset * size, full, z->count, dtype);
     if (dt_error(zero->ctx) == DT_OK)
-        dt__move(zero->ctx, host, dt__zero_element(z, full, param->param->offset),
-            param->param->count * size);
+        dt__move(zero->ctx, host, full + param->param->offset * size, count * size);
     dt__sync(zero->ctx);
+    /* widens in place, from the last element to the first */
+    for (size_t i = count; dtype != z->bucket.grad_dtype && i-- > 0;)
+        ((float *)host)[i] = (float)dt__number(dtype, host, i);
     dt_free(zero->ctx, DT_MEM_TEMP, full, bytes);
     return dt_error(zero->ctx);
 }
@@ -5152,11 +5251,12 @@ static dt_status dt__zero_state(dt_zero *zero, int which, const dt_tensor *param
         return dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_state: state %d of %d%s", which, z->states,
             host ? "" : ", to host memory that is NULL");
     size_t bytes = dt__disk_array_bytes(zero, &z->bucket, DT__STATE_0 + which);
-    if (!bytes) return dt__zero_all_gather_param(zero, z, dt__array_memory(z, which), param, host);
+    if (!bytes)
+        return dt__zero_all_gather_param(zero, z, which, dt__array_memory(z, which), param, host);
     void *shard = dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "collecting a parameter's state");
     if (!shard) return dt_error(zero->ctx);
     if (dt__array_access(zero, z, DT__STATE_0 + which, 0, 0, shard, bytes) == DT_OK)
-        dt__zero_all_gather_param(zero, z, shard, param, host);
+        dt__zero_all_gather_param(zero, z, which, shard, param, host);
     dt_free(zero->ctx, DT_MEM_HOST, shard, bytes);
     return dt_error(zero->ctx);
 }
@@ -5185,8 +5285,9 @@ static dt_status dt__zero_grad(dt_zero *zero, const dt_tensor *param, void *host
     void *shard =
         bytes ? dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "collecting a parameter's gradient") : NULL;
     if (z && shard && dt__grads_copy_out(zero, z, 0, shard, z->count) == DT_OK)
-        dt__zero_all_gather_param(zero, z, shard, param, host);
-    if (z && !bytes) dt__zero_all_gather_param(zero, z, dt__zero_grad_shard(z), param, host);
+        dt__zero_all_gather_param(zero, z, DT__GRAD, shard, param, host);
+    if (z && !bytes)
+        dt__zero_all_gather_param(zero, z, DT__GRAD, dt__zero_grad_shard(z), param, host);
     dt_free(zero->ctx, DT_MEM_HOST, shard, bytes);
     if (dt_error(zero->ctx) != DT_OK) return dt_error(zero->ctx);
     for (size_t i = 0; i < param->param->count && zero->loss_scale != 1; i++) {
@@ -5266,7 +5367,7 @@ static dt_status dt__zero_between_steps(dt_zero *zero, const char *what) {
 /* Sets bucket->paused; frees the gradient of a paused bucket. */
 static void dt__bucket_pause(dt_zero *zero, dt__zero_bucket *z) {
     dt_bucket *bucket = &z->bucket;
-    size_t bytes = bucket->grad_count * dt_dtype_size(bucket->grad_dtype);
+    size_t bytes = bucket->grad_count * dt_dtype_size(bucket->sum_dtype);
     bucket->paused = !bucket->frozen;
     for (int i = bucket->first_param; i < bucket->first_param + bucket->n_params; i++)
         if (dt_param_get(zero->ctx, i)->needs_grad) bucket->paused = 0;

@@ -496,8 +496,9 @@ static inline void train_footprint_formula(
         while (all[k] % n->kind[k].shard_ranks != 0) n->kind[k].shard_ranks--;
     }
     n->bytes[0] = (int)dt_dtype_size(dtype);
-    n->bytes[1] = (int)dt_dtype_size((dt_dtype)grad_dtype);
-    n->bytes[2] = n->bytes[1] * (states + master);
+    n->bytes[1] =
+        (int)dt_dtype_size(c->zero.grad_dtype ? c->zero.grad_dtype : (dt_dtype)grad_dtype);
+    n->bytes[2] = (int)dt_dtype_size((dt_dtype)grad_dtype) * (states + master);
     const char *optim = c->zero.offload_optim, *params = c->zero.offload_params;
     if (optim) n->bytes[2] = 0; /* offloaded tensors are not counted in params, grads or optim */
     if (params) n->bytes[0] = 0;

@@ -199,6 +199,8 @@ enum { BUILT, NOT_BUILT };
         "steps of plain Adam before onebit-adam compresses [steps/4]") \
     X(DTYPE, "dtype", WORD, BUILT, "f32", 0, 0, "f32|bf16|f16|f64", \
         "type of parameters and activations") \
+    X(GRAD_DTYPE, "grad-dtype", WORD, BUILT, NULL, 0, 0, "f32|bf16|f16", \
+        "bf16, f16 with --dtype of that type: 16-bit sums of gradients [f32]") \
     X(LOSS_SCALE, "loss-scale", TEXT, BUILT, NULL, 0, 0, "dynamic|X", \
         "a step that overflows is repeated [f16: dynamic]") \
     X(LOSS_SCALE_INIT, "loss-scale-init", REAL, BUILT, "65536", 1e-30, 1e30, "X", \
@@ -763,10 +765,11 @@ enum {
     SCALE = -7,
     SCHEDULER = -8,
     OFFLOAD_FOLDER = -9,
-    SCALE_POWER = -10,
-    SCALE_OPTION = -11,
-    PIPE_PARTITION = -12,
-    PIPE_RECOMPUTE = -13
+    GRAD_TYPE = -10,
+    SCALE_POWER = -11,
+    SCALE_OPTION = -12,
+    PIPE_PARTITION = -13,
+    PIPE_RECOMPUTE = -14
 };
 typedef struct deepspeed_key {
     const char *path;
@@ -792,6 +795,8 @@ static const deepspeed_key deepspeed[] = {
     { "pipeline.activation_checkpoint_interval", PIPE_RECOMPUTE, NULL },
     { "bf16", BLOCK, NULL },
     { "bf16.enabled", O_DTYPE, "bf16" },
+    { "data_types", BLOCK, NULL },
+    { "data_types.grad_accum_dtype", GRAD_TYPE, NULL },
     { "zero_optimization", BLOCK, NULL },
     { "zero_optimization.stage", O_ZERO, NULL },
     { "zero_optimization.overlap_comm", O_OVERLAP, NULL },
@@ -829,7 +834,6 @@ static const deepspeed_key deepspeed[] = {
     IGNORED_KEY("sparse_gradients"),
     IGNORED_KEY("communication_data_type"),
     IGNORED_KEY("zero_allow_untested_optimizer"),
-    IGNORED_KEY("data_types"),
     IGNORED_KEY("activation_checkpointing"),
     IGNORED_KEY("flops_profiler"),
     IGNORED_KEY("comms_logger"),
@@ -1019,6 +1023,11 @@ static void configure_deepspeed(value *v, int to, int node, int parent) {
         int l2 = dt_json_bool(config.json, mode, &yes) && !yes &&
                  strcmp(config_string(node), "Adam") == 0;
         configure(v, O_OPTIMIZER, l2 ? "adam" : type);
+    } else if (to == GRAD_TYPE) {
+        static const char *const types[] = { "fp32", "bf16", "fp16" };
+        static const char *const is[] = { "f32", "bf16", "f16" };
+        if (dt_json_kind_of(config.json, node) != DT_JSON_NULL)
+            configure(v, O_GRAD_DTYPE, config_word(node, types, is, 3));
     } else if (to == ADAM_W) {
         if (!dt_json_bool(config.json, node, &yes)) refuse("true or false is needed");
     } else if (to == BETAS) {
@@ -2040,6 +2049,28 @@ static void resolve_onebit(value *v) {
     if (!v[O_FREEZE_STEPS].text) compute(&v[O_FREEZE_STEPS], (long_of(v, O_STEPS) + 3) / 4);
 }
 
+/* Returns the value of --grad-dtype as dt_zero_desc.grad_dtype. */
+static dt_dtype resolve_grad_dtype(const value *v) {
+    static const dt_dtype types[] = { DT_F32, DT_BF16, DT_F16 };
+    const char *text = v[O_GRAD_DTYPE].text, *model = v[O_DTYPE].text;
+    const char *optimizer = v[O_OPTIMIZER].text;
+    if (!text) return DT_F32;
+    if (strcmp(text, "f32") == 0) {
+        if (strcmp(model, "f64") == 0)
+            refuse("--grad-dtype f32: gradients of --dtype f64 are f64; leave --grad-dtype out");
+        return DT_F32;
+    }
+    if (strcmp(text, model) != 0)
+        refuse("--grad-dtype %s is for parameters of this type, and --dtype is %s; use --dtype %s, "
+               "or leave --grad-dtype out",
+            text, model, text);
+    if (strcmp(optimizer, "muon") == 0 || strcmp(optimizer, "onebit-adam") == 0)
+        refuse("--grad-dtype %s is not for --optimizer %s; use adamw, adam or sgd, or leave "
+               "--grad-dtype out",
+            text, optimizer);
+    return types[int_of(v, O_GRAD_DTYPE)];
+}
+
 static dt_zero_desc resolve_optimizer(value *v) {
     static const int kinds[] = { DT_ADAMW, DT_ADAM, DT_SGD, DT_ONEBIT_ADAM, DT_MUON };
     resolve_onebit(v);
@@ -2052,6 +2083,7 @@ static dt_zero_desc resolve_optimizer(value *v) {
         .freeze_steps = int_of(v, O_FREEZE_STEPS),
         .weight_decay = v[O_WEIGHT_DECAY].number,
         .clip = v[O_CLIP].number,
+        .grad_dtype = resolve_grad_dtype(v),
         .ema_decay = v[O_EMA].number,
         .skip_loss_z = v[O_SKIP_LOSS_Z].number,
         .skip_norm_z = v[O_SKIP_NORM_Z].number,
@@ -3289,8 +3321,8 @@ static const int fixed_options[] = { O_ARCH, O_LAYERS, O_WIDTH, O_HEADS, O_KV_HE
 static const int changeable_options[] = { O_DROPOUT, O_BALANCE_LOSS, O_Z_LOSS, O_BATCH, O_STEPS,
     O_LR, O_LR_SCHEDULE, O_WARMUP, O_LR_STEPS, O_MIN_LR_RATIO, O_BATCH_RAMP, O_WEIGHT_DECAY, O_CLIP,
     O_BETA1, O_BETA2, O_EPS, O_MOMENTUM, O_ADAMW_LR_SCALE, O_LABEL_SMOOTHING, O_FREEZE_STEPS,
-    O_LOSS_SCALE, O_REDUCE, O_TOKENIZER, O_EMA, O_SKIP_LOSS_Z, O_SKIP_NORM_Z, O_LORA_DROPOUT,
-    O_EPOCHS, O_SEQ, O_DTYPE, O_SHUFFLE };
+    O_LOSS_SCALE, O_GRAD_DTYPE, O_REDUCE, O_TOKENIZER, O_EMA, O_SKIP_LOSS_Z, O_SKIP_NORM_Z,
+    O_LORA_DROPOUT, O_EPOCHS, O_SEQ, O_DTYPE, O_SHUFFLE };
 
 /* Returns 1 if option `id` has another value in `then`, the settings of a checkpoint; 0 if it has
    the same value or if the checkpoint does not know the option. Writes the checkpoint's value to
