@@ -58,8 +58,8 @@
      4. Context parallelism (ring attention, zig-zag, Ulysses, all-gather context parallelism)
      5. Expert parallelism (mixture of experts (MoE), router, expert capacity, token dispatch,
         token combine, load-balancing loss, sigmoid routing, group-limited routing)
-     6. Pipeline schedules (GPipe (AFAB), 1F1B, interleaved 1F1B, zero bubble (ZB-H1),
-        bubble fraction)
+     6. Pipeline schedules (GPipe (AFAB), 1F1B, interleaved 1F1B, zero bubble (ZB-H1), ZB-V,
+        DualPipe-V, bubble fraction, schedules from a file)
      7. Pipeline parallelism (stages, micro-batches, tied embeddings)
      8. Data order (distributed sampler, batch size ramp-up)
      9. Text datasets (byte files, llm.c token shards)
@@ -71,7 +71,7 @@
     15. Expert parallelism: the router
     16. Expert parallelism: dispatch, experts, combine
     17. Pipeline schedules: generators, lowering, checker
-    18. Pipeline schedules: making, simulation, partition, drawings
+    18. Pipeline schedules: making, simulation, partition, drawings, reading and writing files
     19. Pipeline parallelism: code
     20. Data order and text datasets: code
     21. Dry runs: code
@@ -369,9 +369,10 @@ DT_API dt_cp *dt_cp_make(dt_ctx *ctx, dt_comm *comm, dt_cp_desc desc);
    ranks. q (B,T/c,H,D), k (B,T/c,K,D) and v (B,T/c,K,D) belong to this rank's tokens. Returns
    (B,T/c,H,D). */
 DT_API dt_tensor *dt_cp_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_cp *cp);
-/* dt_cp_attention with a sliding window, soft-capping or another scale: window, soft_cap and scale
-   of `desc`, whose other fields must be zero. So layers with and without a window share one cp.
-   Ring attention skips pairs of chunks that no window joins, but still passes all keys around. */
+/* [collective: comm of dt_cp_make] dt_cp_attention with a sliding window, soft-capping or another
+   scale: it reads window, soft_cap and scale of `desc`, and fails with DT_ERR_ARG if another field
+   is set. Layers with and without a window can share one cp. Ring attention skips a chunk of keys
+   that is outside of every query's window, but still sends all keys around the ring. */
 DT_API dt_tensor *dt_cp_attention_at(
     dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_cp *cp, dt_attn_desc desc);
 /* [local] Copies this rank's tokens of `full` to `local` (B,T/c). `full` (B,T) lists the tokens of
@@ -569,16 +570,17 @@ DT_API dt_status dt_route_update_bias(
                                                             arXiv:2401.10241
        ZBV           (p - 1) / (6 m)   chunks: min(w, 2 p)  ZB-V: P. Qi et al., arXiv:2405.15362
        DUALPIPE_V    (p - 1) / (6 m)   chunks:              DualPipe of DeepSeek-V3,
-                                       min(w, 2 p + 1)      arXiv:2412.19437, cut in half
+                                       min(w, 2 p + 1)      arXiv:2412.19437, halved (DualPipe-V):
+                                                            github.com/deepseek-ai/DualPipe
 
-   Section 17 draws the schedules. The row ZB holds if p <= m, and the last two hold if 2 p <= m:
-   their bubble is only the time by which rank p - 1 begins and ends after rank 0, so under ZBV no
-   rank idles between its first and its last action. In these two rows w = min(m + 1 + r, 2 m). The
-   row INTERLEAVED holds if p divides m. Where the third column says chunks, a micro-batch counts
-   once for each chunk that holds it; in the row INTERLEAVED
-   w = 2 (p - r - 1) + (v - 1) G + 1, where G = p. In general each chunk processes the micro-batches
-   in groups of G (A. Grattafiori et al., arXiv:2407.21783), so every m is possible. If m >= p, G is
-   any number from p to m for which m % G is 0 or at least p. If m < p, G is m.
+   Section 17 draws the schedules. The row ZB holds if p <= m, the row INTERLEAVED if p divides m,
+   the row ZBV if 2 p - 1 <= m, and the row DUALPIPE_V if 2 p <= m. The bubble of the last two is
+   the offset of rank p - 1, which begins p - 1 forwards after rank 0. Under ZBV no rank idles
+   between its first and its last action. In these two rows w = min(m + 1 + r, 2 m). Where the third
+   column says chunks, a micro-batch counts once for each chunk that holds it. In the row
+   INTERLEAVED w = 2 (p - r - 1) + (v - 1) G + 1, where G = p. In general each chunk processes the
+   micro-batches in groups of G (A. Grattafiori et al., arXiv:2407.21783), so every m is possible.
+   If m >= p, G is any number from p to m for which m % G is 0 or at least p. If m < p, G is m.
 
    A slot holds one micro-batch of one chunk: from F to B or I it holds everything that the backward
    needs, and from I to W what W reads: the inputs of the ops with parameters, and the gradients of
@@ -756,7 +758,8 @@ typedef struct dt_timeline {
    the phase; later chunks are lighter. The title shows the bubble fraction. The file is written as
    by dt_file_write. */
 DT_API dt_status dt_schedule_svg(dt_ctx *ctx, const char *path, const dt_timeline *lines, int n);
-/* [local] Draws a schedule for a terminal, one line per rank: "rank  0 |0123....abcd|". F is a
+/* [local] Draws a schedule for a terminal, one line per rank: "rank  0 |0123....abcd|". (The text
+   that dt_schedule_read reads is another one: see dt_schedule_write.) F is a
    digit, B and I are a lower-case letter and W is an upper-case letter; micro-batch 0 is 0, a or A,
    and so is micro-batch 10. `columns` is the width of the time axis in characters; 0 means 72.
    Fails with DT_ERR_ARG if `text` is too small; p (columns + 12) + 1 bytes are enough if p <
@@ -780,9 +783,8 @@ DT_API dt_status dt_schedule_text(
 DT_API dt_status dt_schedule_write(dt_ctx *ctx, const char *path, const dt_schedule *schedule);
 /* [local] Reads such a text and makes the schedule. Of desc it uses min_slots, extra_slots and
    unchecked; if desc.ranks, desc.chunks or desc.micros is not 0, the file must have this number.
-   Returns NULL after DT_ERR_MEM, DT_ERR_IO, or DT_ERR_ARG: the error names the file and the line,
-   or the schedule is wrong (as in dt_schedule_make), and the error names the lines of the actions
-   that it is about. */
+   Returns NULL after DT_ERR_MEM, DT_ERR_IO or DT_ERR_ARG. The error names the file and the line; if
+   the schedule itself is wrong (as in dt_schedule_make), the lines of the actions concerned. */
 DT_API dt_schedule *dt_schedule_read(dt_ctx *ctx, const char *path, dt_schedule_desc desc);
 
 // ==== 7. Pipeline parallelism ===================================================================
@@ -3287,8 +3289,9 @@ typedef struct dt__v_rank {
     int rank, next[2][DT__ROLES];
 } dt__v_rank;
 
-/* Adds the chunk's next action of a phase. A generator that needs more micro-batches than there
-   are runs as if there were more; their actions are left out, and the others keep their order. */
+/* Adds the chunk's next action of a phase. If there are fewer micro-batches than the generator
+   needs, it runs with as many as it needs, and dt__v_add leaves out the actions of those that do
+   not exist. */
 static void dt__v_add(dt__v_rank *v, int chunk, dt_phase phase) {
     int micro = v->next[chunk][dt__role(phase)]++;
     v->next[chunk][DT__ROLE_W] += phase == DT_BACKWARD;
@@ -3301,8 +3304,8 @@ static void dt__v_add_halves(dt__v_rank *v, int chunk) {
     dt__v_add(v, chunk, DT_BACKWARD_WEIGHT);
 }
 
-/* ZB-V (arXiv:2405.15362, section 3.2): as much memory as 1F1B, and no bubble if F, I and W take
-   the same time and m >= 2 p - 1. Only the drain delays W. */
+/* ZB-V (arXiv:2405.15362, section 3.2): as much memory as 1F1B. If F, I and W take the same time
+   and m >= 2 p - 1, no rank idles between its first and last action. Only the drain delays W. */
 static void dt__generate_zbv(dt__v_rank *v) {
     int p = v->s->desc.ranks, r = v->rank, *f0 = &v->next[0][DT__ROLE_F], *i = v->next[1];
     int m = v->s->desc.micros < 2 * p - 1 ? 2 * p - 1 : v->s->desc.micros;
@@ -4178,8 +4181,8 @@ typedef struct dt__schedule_reader {
     dt_schedule_desc desc;
 } dt__schedule_reader;
 
-/* Matches the next bytes with a pattern, in which a blank stands for any number of blanks and %
-   for a number, which is stored. Returns 1 and goes on behind the match; 0 if there is none. */
+/* Matches the next bytes with a pattern: a blank matches any number of blanks, and % a number,
+   which is stored in `numbers`. Returns 1 and moves behind the match, or returns 0. */
 static int dt__scan(dt__schedule_reader *x, const char *pattern, int *numbers) {
     const char *at = x->at;
     for (; *pattern; pattern++) {
@@ -5256,7 +5259,9 @@ DT__CPP_WARNINGS_ON
              dt_schedule_group -> dt_schedule_micro_group, dt_schedule_idle ->
              dt_schedule_bubble_of, dt_schedule_live -> dt_schedule_max_in_flight, dt_stage_cut ->
              dt_partition_stages, dt_stage_fn -> dt_stage_map_fn, dt_text_limit ->
-             dt_text_token_limit, dt_tokens -> dt_count_labels. New: dt_all_to_all_rows
+             dt_text_token_limit, dt_tokens -> dt_count_labels. New: dt_all_to_all_rows,
+             dt_row_linear_at (LoRA), dt_cp_attention_at, sigmoid and group-limited routing, ZB-V
+             and DualPipe-V, dt_schedule_read, dt_schedule_write
      0.1.0   the mesh, placements, layers of tensor, context and expert parallelism, schedules and
              pipelines, the data order, the sampler, text and token shards
 

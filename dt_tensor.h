@@ -78,12 +78,15 @@
         gradient placement; quantised weights: NF4, int8, QLoRA)
      6. Buckets and listeners (gradient bucket, flat parameter, gradient accumulation,
         overlap of communication and computation)
-     7. Ops (linear, LoRA adapter, grouped linear, embedding, norm, comparisons, masks, where,
-        one-hot, rotary embedding, dropout, attention, cross-entropy, binary cross-entropy)
+     7. Ops (linear, LoRA adapter, grouped linear, batched matmul, convolution, pooling, embedding,
+        layer normalization, RMSNorm, QK-norm, group normalization, comparisons, masks, where,
+        reductions, argmax, one-hot, rotary embedding, dropout, attention, sliding window,
+        soft-capping, cross-entropy, binary cross-entropy)
      8. Tape and blocks (autograd tape, activation checkpointing (recompute), selective recompute,
-        loss scaling, backward in two halves for zero bubble)
-     9. Weight files (JSON, safetensors, llm.c)
-    10. Implementation: base helpers (bf16 and f16 conversion, NF4 quantisation)
+        loss scaling, backward in two halves for zero bubble, truncated BPTT, NaN detection,
+        gradient check)
+     9. Weight files (JSON, safetensors, llm.c, state dict)
+    10. Implementation: base helpers (bf16 and f16 conversion, NF4 quantization)
     11. Default host and io tables
     12. Context, errors, memory account: code
     13. Counter-based RNG (Philox)
@@ -91,7 +94,8 @@
     15. Arenas and buffers (activation memory, transient memory)
     16. Tape: code (autograd tape, owners of tensors' data, transient tensors)
     17. Placements: code (sharding propagation: one rule for each op)
-    18. Blocks and backward: code (activation checkpointing (recompute), memory under dt_no_grad)
+    18. Blocks and backward: code (activation checkpointing (recompute), memory under dt_no_grad,
+        gradient check)
     19. Ops: linear, norms, elementwise functions (forward and backward of each op)
     20. Ops: arithmetic, sums, shapes (broadcasting, minimum, comparisons, where, reductions,
         argmax, permute)
@@ -570,17 +574,16 @@ typedef struct dt_norm_back_args {
     double gain_offset;
 } dt_norm_back_args;
 
-/* RoPE scaling: for sequences longer than those of the pre-training, of `original` tokens, the
-   rates at which the pairs rotate become smaller. Let w = 2 pi theta^(2i/rotary) be the number of
-   tokens in which pair i turns once.
+/* RoPE scaling: makes the pairs rotate more slowly, for sequences longer than the `original` tokens
+   of the pre-training. Let n_i = original theta^(-2i/rotary) / (2 pi) be the number of turns that
+   pair i makes in `original` tokens.
 
-       LINEAR  all rates are divided by `factor`, arXiv:2306.15595
-       LLAMA3  rates of pairs with w > original / low are divided by `factor`, those with
-               w < original / high stay; between these bounds the rates are interpolated
-       YARN    the same with bounds on i instead of on the rate, arXiv:2309.00071: pairs that turn
-               more than `high` times in `original` tokens stay, pairs that turn less than `low`
-               times are divided. Also multiplies sines and cosines by `attention`, so the scores
-               are multiplied by its square */
+       LINEAR  divides all rates by `factor` (position interpolation, arXiv:2306.15595)
+       LLAMA3  keeps the rates of pairs with n_i > high and divides those with n_i < low by
+               `factor`; between the bounds it interpolates, linearly in n_i (Llama 3.1, as Hugging
+               Face's rope_type "llama3")
+       YARN    the same, but interpolates linearly in i (arXiv:2309.00071). Also multiplies sines
+               and cosines by `attention`, so the scores are multiplied by its square */
 enum { DT_ROPE_UNSCALED = 0, DT_ROPE_LINEAR, DT_ROPE_LLAMA3, DT_ROPE_YARN };
 typedef struct dt_rope_scaling {
     int kind;         /* DT_ROPE_* */
@@ -588,7 +591,7 @@ typedef struct dt_rope_scaling {
     double original;  /* for LLAMA3 and YARN */
     double low, high; /* 0 < low < high; 0 means 1 and 4 for LLAMA3, 1 and 32 for YARN */
     double attention; /* 0 means 0.1 ln(factor) + 1 */
-    int exact_bounds; /* 1: YaRN's bounds on i are not rounded outwards to integers */
+    int exact_bounds; /* 1: YaRN's bounds on i are not rounded outwards (Hugging Face: truncate) */
 } dt_rope_scaling;
 
 /* Rotary embedding: rotates pair i of each head of each token by the angle position * rate, where
@@ -706,8 +709,8 @@ typedef struct dt_matmul_args {
 
    Sliding-window attention: if mask.window > 0, a causal query attends only to the last `window`
    keys up to its own, itself included. Tiles of keys outside the window are skipped, so the work is
-   linear in T window. Soft-capping (Gemma 2): if soft_cap > 0, a score s becomes
-   soft_cap tanh(s / soft_cap) before the mask and the softmax. */
+   proportional to T * window. Soft-capping (Gemma 2, arXiv:2408.00118): if soft_cap > 0, a score s
+   becomes soft_cap tanh(s / soft_cap) before the mask and the softmax. */
 typedef struct dt_attention_mask { /* attention mask: says which keys a query attends to */
     int causal;
     /* positions and document numbers of queries (B,TQ) and keys (B,TK); each may be NULL */
@@ -1398,9 +1401,10 @@ typedef struct dt_grad_placement {
                4-bit codes each, the first in the high nibble;
                value = scale * table[code]
 
-   The table and the rounding of NF4 are those of bitsandbytes: the codes of a block and its scale
-   have the same bits, but here they are stored side by side. A value is an f32 number in every
-   type of computation. */
+   The table and the rounding of NF4 are those of bitsandbytes: codes and scales have the same bits,
+   but each scale is stored beside its codes. A product converts blocks to f32 values, a tile at a
+   time. In a bf16 or f16 model the CUDA kernels round these values to the model's type; the CPU
+   computes with the f32 values. */
 typedef enum dt_quant { DT_QUANT_NONE = 0, DT_QUANT_BF16, DT_QUANT_INT8, DT_QUANT_NF4 } dt_quant;
 /* [local] Returns the name of a format: "nf4", ...; "none" for DT_QUANT_NONE. */
 DT_API const char *dt_quant_name(dt_quant quant);
@@ -1438,9 +1442,10 @@ typedef struct dt_param_desc {
        dt_grouped_linear) compute with it. dt_weights_load quantises a float tensor of a file. If a
        group shards the last dimension, each rank's part must be whole blocks */
     dt_quant quant;
-    /* 1: other pipeline stages of this rank may use the parameter, too (tied embeddings, if a rank
-       has the first and the last stage). The step's gradient is complete with the last backward of
-       the parameter's own stage, so the other stages' backwards must come before it */
+    /* 1: other pipeline stages of this rank may use the parameter, too: tied embeddings, if one
+       rank has the first and the last stage (ZB-V, DualPipe-V). The last backward of the
+       parameter's own stage completes the step's gradient: run the other stages' backwards before
+       it */
     int shared_stages;
 } dt_param_desc;
 
@@ -1464,8 +1469,8 @@ struct dt_param_info { /* the data of a parameter besides its tensor; read-only 
     dt_param_desc desc;
     int scope;            /* number of dt_scope and dt_stage calls before its registration */
     int stage;            /* from dt_stage */
-    int group;            /* parameter group (dt_zero.h): parameters of a bucket have the same */
-    int by_matrix;        /* 1: Muon updates it (dt_zero.h); also equal in a bucket */
+    int group;            /* parameter group (dt_zero.h); the same for a bucket's parameters */
+    int by_matrix;        /* 1: Muon updates it (dt_zero.h); the same for a bucket's parameters */
     dt_bucket *bucket;    /* NULL until dt_buckets_make */
     size_t offset, count; /* offset in the bucket and local size, in elements */
     int grad_started;     /* 1: an op has written this micro-batch's gradient */
@@ -1521,8 +1526,8 @@ DT_API void *dt_data(dt_tensor *t);
    2^53 is rounded; dt_read copies it exactly. Waits for the stream. */
 DT_API double dt_item(const dt_tensor *t);
 /* [local]; for a parameter at ZeRO-3 [collective: its data group]. Prints a tensor to the log hook:
-   a line with its name, type and shape, then its values as PyTorch prints them. Of more than 1,000
-   elements it prints the first and last three of each dimension. */
+   a line with its name, type and shape, then its values as PyTorch prints them. If there are more
+   than 1,000 elements, prints only the first three and the last three indices of each dimension. */
 DT_API void dt_print(const dt_tensor *t);
 
 // ==== 6. Buckets and listeners ==================================================================
@@ -1556,7 +1561,7 @@ typedef enum dt_grad_state {
    exceed bucket_bytes. Padding is zero. */
 struct dt_bucket {
     int index, first_param, n_params;
-    /* Types of the values; of micro_grad: f32 for bf16 and f16 parameters; and of grad, the sum over
+    /* Types of the values; of micro_grad: f32 for bf16 and f16 parameters; of grad, the sum over
        micro-batches and ranks: grad_dtype, or dtype for 16-bit gradients (dt_zero_desc) */
     dt_dtype dtype, grad_dtype, sum_dtype;
     int frozen;           /* dt_param_desc.frozen of its parameters */
@@ -1675,8 +1680,9 @@ DT_API void dt_micro(dt_ctx *ctx, int index, int count);
    inputs. */
 
 /* All ops are [local]. An op returns a tensor that lives until dt_reset, or NULL after a failure.
-   In shapes, (..,X) means any leading dimensions. The types of floating-point inputs must agree.
-   Mixed precision: bf16 and f16 ops compute in f32 and round once. */
+   In shapes, (..,X) means any leading dimensions. A negative dimension counts from the end: -1 is
+   the last. The types of floating-point inputs must agree. Mixed precision: bf16 and f16 ops
+   compute in f32 and round once. */
 
 /* LoRA adapter of a linear layer (arXiv:2106.09685): adds scale * (dropout(x) a^T) b^T to x w^T. w
    is usually frozen, and may be quantised (QLoRA). Over a group that shards the layer's weight:
@@ -1690,16 +1696,16 @@ DT_API void dt_micro(dt_ctx *ctx, int index, int count);
 typedef struct dt_adapter {
     dt_tensor *a, *b;  /* (r,I) and (O..,r); a NULL: no adapter */
     double scale;      /* alpha / r */
-    double dropout;    /* probability p of dt_dropout on the adapter's input only */
-    uint64_t key;      /* of dt_dropout */
-    dt_tensor *tokens; /* of dt_dropout */
+    double dropout;    /* probability; drops elements of the adapter's input, not of x w^T */
+    uint64_t key;      /* as in dt_dropout: another key for each step and each adapter */
+    dt_tensor *tokens; /* as in dt_dropout; NULL: row r is token r */
 } dt_adapter;
 
 typedef struct dt_linear_desc {
     int activation;      /* a DT_ACT_* before DT_ACT_AFFINE, applied to x w^T + b; 0: none */
     dt_tensor *residual; /* of the result's shape, added last; NULL: none */
-    /* LoRA: NULL, or the adapters, whose output is added before the activation. There is one; or,
-       if parts is 2 to 8, w is (parts,O..,I) and there is one for each index of its dimension 0.
+    /* LoRA: NULL or one adapter, whose output is added before the activation. If parts is 2 to 8, w
+       is (parts,O..,I), and adapters[i] belongs to w[i]; its `a` is NULL if w[i] has no adapter.
        Not for dt_grouped_linear */
     const dt_adapter *adapters;
     int parts;
@@ -1707,7 +1713,8 @@ typedef struct dt_linear_desc {
 /* x (..,I), w (O..,I), b (O..) or NULL -> (..,O..): x w^T + b. w may have several output
    dimensions, and may be quantised (dt_param_desc.quant): the product converts a tile of its blocks
    at a time, never the whole matrix. dt_linear_at fuses the activation and the residual into the
-   GEMM; so less memory is read, and the residual is not saved. */
+   GEMM, so less memory is read, and the residual is not saved. With adapters and an activation both
+   are ops of their own. */
 DT_API dt_tensor *dt_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b);
 DT_API dt_tensor *dt_linear_at(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc desc);
 /* Grouped linear (grouped GEMM). x (..,I), w (G,O..,I), b (G,O..) or NULL -> (..,O..): the rows of
@@ -1720,19 +1727,20 @@ DT_API dt_tensor *dt_grouped_linear(
 typedef struct dt_matmul_desc {
     int trans_a, trans_b; /* 1: a is (..,K,M), b is (..,N,K) */
 } dt_matmul_desc;
-/* Batched product of activations. a (..,M,K), b (..,K,N) -> (..,M,N): a b for each index of the
-   leading dimensions, which are equal; or one operand has only two dimensions, and every product
-   reads it. The gradient of such an operand is the sum over the products: over the rows of all of
-   them at once if b is shared and a is not transposed, otherwise product by product, in ascending
-   order, in f32 for 16-bit types. */
+/* Batched matmul. a (..,M,K), b (..,K,N) -> (..,M,N): the product a b for each index of the leading
+   dimensions, which must be equal; or one operand is a single matrix that all products share. The
+   gradient of a shared matrix is the sum over the products. If b is shared and a is not transposed,
+   one product over all rows computes this sum; otherwise the products are added one after the
+   other, in ascending order, in f32 for 16-bit types. */
 DT_API dt_tensor *dt_matmul(dt_tensor *a, dt_tensor *b, dt_matmul_desc desc);
 /* A window that slides over the height and width (index 0 and 1) of images (B,H,W,C); features are
-   last, as everywhere in dt. The result has (size + 2 padding - dilation (kernel - 1) - 1) / stride
-   + 1 positions along each, rounded down. */
+   last, as everywhere in dt (PyTorch has them second). It has OH x OW positions, where (OW with W)
+
+       OH = (H + 2 padding - dilation (kernel - 1) - 1) / stride + 1, rounded down */
 typedef struct dt_window_desc {
     int kernel[2];   /* size of the window; a convolution reads it from w instead */
     int stride[2];   /* step from one position to the next; 0: 1, in pooling the kernel */
-    int padding[2];  /* elements before and behind the image */
+    int padding[2];  /* elements added before and behind the image: zeros, or pad_value */
     int dilation[2]; /* distance of the window's elements; 0: 1 */
 } dt_window_desc;
 /* im2col (PyTorch: unfold). x (B,H,W,C) -> (B,OH,OW,KH*KW,C): the elements of the window at each
@@ -1752,8 +1760,8 @@ DT_API dt_tensor *dt_avg_pool2d(dt_tensor *x, dt_window_desc desc);
 /* Group normalization of x (B,..,C), gain (C) and bias (C): for each index of B, each of `groups`
    groups of adjacent channels has mean 0 and variance 1 before gain and bias; eps 0 means 1e-5.
    Computed from dt_layernorm, with several copies of x. Over a group of ranks x, gain and bias may
-   be sharded along C; `groups` still counts the groups of all ranks, and a rank must have whole
-   ones. arXiv:1803.08494. */
+   be sharded along C; `groups` still counts the groups of all ranks, and no group may be divided
+   over two ranks (DT_ERR_SHAPE). arXiv:1803.08494. */
 DT_API dt_tensor *dt_group_norm(
     dt_tensor *x, int groups, dt_tensor *gain, dt_tensor *bias, double eps);
 /* table (V,C), ids (..) i32 -> (..,C): row ids[i] of the table for each id. An id outside the full
@@ -1764,12 +1772,15 @@ DT_API dt_tensor *dt_embedding(dt_tensor *table, dt_tensor *ids);
 /* Layer normalization of x (..,C), gain (C) and bias (C); eps 0 means 1e-5. arXiv:1607.06450. */
 DT_API dt_tensor *dt_layernorm(dt_tensor *x, dt_tensor *gain, dt_tensor *bias, double eps);
 /* RMSNorm, also QK-norm, of x (..,C) with gain (C): x / sqrt(mean(x^2) + eps) * gain; eps 0 means
-   1e-5. arXiv:1910.07467. QK-norm is the RMSNorm of q and of k, (B,T,H,D) with a gain (D), before
-   dt_rope; over tp, whose ranks have different heads, the gain's gradient is partial. */
+   1e-5. arXiv:1910.07467. QK-norm (as in Qwen 3, arXiv:2505.09388) is the RMSNorm of q and of k,
+   (B,T,H,D) with a gain (D), before dt_rope. Over tp each rank has other heads: register the gain
+   with the gradient placement DT_GRAD_PARTIAL. */
 DT_API dt_tensor *dt_rmsnorm(dt_tensor *x, dt_tensor *gain, double eps);
 typedef struct dt_rmsnorm_desc {
-    double eps;         /* 0 means 1e-5 */
-    double gain_offset; /* added to the gain before it is rounded: Gemma's norms store gain - 1 */
+    double eps; /* 0 means 1e-5 */
+    /* added to the gain in f32 (f64 in an f64 model), so that it is not rounded to 16 bits: Gemma's
+       files store gain - 1 */
+    double gain_offset;
 } dt_rmsnorm_desc;
 /* dt_rmsnorm with further options. */
 DT_API dt_tensor *dt_rmsnorm_at(dt_tensor *x, dt_tensor *gain, dt_rmsnorm_desc desc);
@@ -1798,9 +1809,8 @@ DT_API dt_tensor *dt_abs(dt_tensor *x);
 /* x^exponent; NaN if x is negative and the exponent is no integer. */
 DT_API dt_tensor *dt_pow(dt_tensor *x, double exponent);
 /* x, but at least `low` and at most `high`; either may be infinite. A NaN stays a NaN. The gradient
-   passes where low < x < high: at the bounds it is 0, like that of dt_relu at 0 and as in recent
-   releases of PyTorch; before mid-2026 it passed there. Fails with DT_ERR_ARG unless low <= high.
-   */
+   passes where low < x < high: at the bounds it is 0, like that of dt_relu at 0 and as in PyTorch
+   2.15 (older releases pass it at the bounds). Fails with DT_ERR_ARG unless low <= high. */
 DT_API dt_tensor *dt_clamp(dt_tensor *x, double low, double high);
 /* scale * x + shift */
 DT_API dt_tensor *dt_affine(dt_tensor *x, double scale, double shift);
@@ -1813,8 +1823,8 @@ DT_API dt_tensor *dt_geglu(dt_tensor *x);
 /* a + b, a - b, a * b, a / b, element by element, with broadcasting: shapes are aligned at their
    ends, and a dimension that is 1 or missing repeats. Mixed types: a scalar without dimensions is
    cast to the type of a tensor with dimensions, and of two scalars the narrower one to the type of
-   the wider. So an f64 loss plus an f32 term is an f64 loss. This holds for all ops of two tensors
-   down to dt_equal. */
+   the wider. So an f64 loss plus an f32 term is an f64 loss. This also holds for dt_minimum,
+   dt_maximum and the comparisons below. */
 DT_API dt_tensor *dt_add(dt_tensor *a, dt_tensor *b);
 DT_API dt_tensor *dt_sub(dt_tensor *a, dt_tensor *b);
 DT_API dt_tensor *dt_mul(dt_tensor *a, dt_tensor *b);
@@ -1837,8 +1847,7 @@ DT_API dt_tensor *dt_where(dt_tensor *mask, dt_tensor *a, dt_tensor *b);
 DT_API dt_tensor *dt_masked_fill(dt_tensor *x, dt_tensor *mask, double value);
 
 enum { DT_ALL = -100 }; /* passed as `dim`: reduces all dimensions to a scalar */
-/* Sum, mean or maximum over dimension `dim`, which the result does not have. In every op a
-   dimension is counted from 0, or, if negative, from the end: -1 is the last. The gradient of
+/* Sum, mean or maximum over dimension `dim`, which the result does not have. The gradient of
    dt_max_over goes to the first of equal elements. As in PyTorch, the maximum of elements with a
    NaN is NaN, and the gradient goes to the first NaN. */
 DT_API dt_tensor *dt_sum_over(dt_tensor *x, int dim);
@@ -1865,10 +1874,10 @@ DT_API dt_tensor *dt_cumsum(dt_tensor *x, int dim);
 /* Returns x with another shape that has the same number of elements. One size may be -1: it becomes
    the size that gives this number. The result is a view; nothing is copied. */
 DT_API dt_tensor *dt_reshape(dt_tensor *x, dt_shape shape);
-/* dt_slice returns indices first .. first + count - 1 of dimension `dim`. dt_select returns index
-   `index` of dimension `dim`, which the result does not have; -1 is the last index. dt_concat joins
-   n tensors, at most 8, along dimension `dim`. If all n tensors are NULL, dt_concat only returns
-   NULL: without a tensor it has no context in which to record an error. */
+/* All three copy. dt_slice returns indices first .. first + count - 1 of dimension `dim`. dt_select
+   returns index `index` of dimension `dim`, which the result does not have; index -1 is the last.
+   dt_concat joins n tensors, at most 8, along dimension `dim`. If all n tensors are NULL, dt_concat
+   only returns NULL: without a tensor it has no context in which to record an error. */
 DT_API dt_tensor *dt_slice(dt_tensor *x, int dim, int64_t first, int64_t count);
 DT_API dt_tensor *dt_select(dt_tensor *x, int dim, int64_t index);
 DT_API dt_tensor *dt_concat(dt_tensor *const *x, int n, int dim);
@@ -1937,13 +1946,14 @@ typedef struct dt_attn_desc {
     /* Sliding-window attention, arXiv:2004.05150: a query at position i attends to the keys at
        positions i - window + 1 .. i; 0 means no window. Only for causal attention */
     int window;
-    double soft_cap; /* soft-capping: a score s becomes soft_cap tanh(s / soft_cap); 0 means none */
-    double scale;    /* factor of the scores; 0 means 1/sqrt(D) */
+    /* soft-capping (arXiv:2408.00118): a score s becomes soft_cap tanh(s / soft_cap); 0: none */
+    double soft_cap;
+    double scale; /* factor of the scores; 0 means 1/sqrt(D) */
 } dt_attn_desc;
 /* Flash attention, with grouped-query attention. q (B,TQ,H,D), k and v (B,TK,K,D), where H is a
    multiple of K -> (B,TQ,H,D). A causal query attends to the keys of its own document whose
-   position is not after the query's. No TQ x TK matrix is stored:
-   the backward recomputes the scores from lse. arXiv:2205.14135. */
+   position is not after the query's. No TQ x TK matrix is stored: the backward recomputes the
+   scores from lse. arXiv:2205.14135. */
 DT_API dt_tensor *dt_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_attn_desc desc);
 
 /* Vocabulary-parallel cross-entropy: this rank's columns are one shard of the vocabulary, and other
@@ -2153,16 +2163,17 @@ DT_API void dt_loss_scale(dt_ctx *ctx, double scale);
 /* [local] Frees all tensors of the current tape except parameters. Call dt_reset after each
    micro-batch. */
 DT_API void dt_reset(dt_ctx *ctx);
-/* [local] State that outlives dt_reset: the hidden state of a recurrent network (truncated
-   backpropagation through time), caches, running averages. dt_keep copies t and returns the copy,
-   which has t's placements and no gradient, and lives until dt_forget or dt_ctx_free. Call it in
-   every step: the earlier tensor of the same name is replaced, and stays valid until the next
-   dt_reset of this tape, because the backward may read it. It counts as activation memory. Fails
-   inside a recomputed block, which runs twice. As PyTorch's detach().clone().
+/* [local] Keeps state across dt_reset, as PyTorch's detach().clone(): the hidden state of a
+   recurrent network (truncated backpropagation through time, BPTT), caches, running averages.
+   dt_keep copies t. The copy has t's placements and no gradient, counts as activation memory, and
+   lives until dt_forget or dt_ctx_free. Call dt_keep in every step: the new copy replaces the
+   earlier copy of the same name, which stays valid until the next dt_reset of this tape, because
+   the backward may read it. Fails inside a recomputed block, which runs twice.
 
        h = dt_keep(h, "hidden");  dt_backward(loss);  dt_zero_step(..);  dt_reset(ctx);
 
-   dt_forget replaces the tensor by none. */
+   dt_forget removes the copy of this name; the next dt_reset of this tape frees it. DT_ERR_ARG:
+   there is no copy of this name. */
 DT_API dt_tensor *dt_keep(dt_tensor *t, const char *name);
 DT_API dt_status dt_forget(dt_ctx *ctx, const char *name);
 /* [local] Selects tape number `tape`, for a micro-batch of pipeline stage `stage`. A pipeline has
@@ -2212,11 +2223,12 @@ typedef struct dt_grad_difference {
     double gradient;         /* of this element, from the backward */
     double numeric;          /* its central difference (f(x + step) - f(x - step)) / (2 step) */
 } dt_grad_difference;
-/* [local] Compares the gradients of a function with finite differences, to test an op of your own
-   (gradcheck of PyTorch). `loss` returns a scalar that it computes from the n `inputs`: parameters,
-   or other tensors after dt_require_grad, all f64. It runs once with the backward, and then in a
-   dt_block twice for each element of the inputs, which have their values again at the end. step 0
-   means 1e-6. Call dt_reset before the next forward; the gradients have been cleared. */
+/* [local] Gradient check: compares the gradients of a function with finite differences, to test an
+   op of your own (PyTorch's gradcheck). `loss` computes a scalar from the n `inputs`, which are f64
+   parameters, or other f64 tensors after dt_require_grad. dt_grad_check calls `loss` once, runs the
+   backward, and then calls `loss` twice for each element of the inputs; at the end the inputs have
+   their old values, and the gradients are cleared. step 0 means 1e-6. Fails with DT_ERR_ARG if an
+   input is not f64, needs no gradient, or gets none. Call dt_reset before the next forward. */
 DT_API dt_grad_difference dt_grad_check(dt_ctx *ctx, dt_tensor *(*loss)(void *user), void *user,
     dt_tensor *const *inputs, int n, double step);
 
@@ -2358,8 +2370,8 @@ typedef struct dt_weight_part {
     int64_t file_rows, file_columns;
     int64_t row, column; /* first row and column of this part in the file's matrix */
     int transposed;      /* 1: the file stores the parameter's columns as rows */
-    /* 1: the part is the file's whole tensor in row-major order, whatever its shape; `rows` is the
-       only other field that may be set */
+    /* 1: the part is the file's whole tensor in row-major order, whatever its shape. Besides `name`
+       only `rows` may be set */
     int flat;
 } dt_weight_part;
 /* [local] Fills this rank's slice of a parameter, however the parameter is sharded, and reads only
@@ -2383,17 +2395,17 @@ typedef struct dt_load_desc {
     int partial; /* 1: loads what fits; 0: any difference fails before a parameter changes */
 } dt_load_desc;
 
-/* What does not fit. missing: parameters without a tensor in the file; mismatched: tensors with
-   another number of elements, or of integers; unexpected: tensors that no parameter takes. The text
-   names the first of each. */
+/* Result of dt_weights_load_all. missing: parameters without a tensor in the file. mismatched:
+   tensors with another number of elements than their parameter, or of integers where numbers are
+   needed. unexpected: tensors that no parameter takes. The text names the first of each. */
 typedef struct dt_load_report {
     int loaded, missing, mismatched, unexpected;
     char text[512];
 } dt_load_report;
 /* [local] Calls dt_weights_load for every parameter of the context. A tensor of another shape with
    as many elements is reshaped. Fails with DT_ERR_SHAPE and the report's text unless everything
-   fits or desc.partial is 1. On a rank that has one stage of a pipeline nothing is unexpected,
-   because other ranks take the other tensors. report may be NULL. As torch's load_state_dict. */
+   fits or desc.partial is 1. On a rank that has one stage of a pipeline `unexpected` is 0, because
+   other ranks take the other tensors. report may be NULL. PyTorch: load_state_dict. */
 DT_API dt_status dt_weights_load_all(dt_weights *w, dt_load_desc desc, dt_load_report *report);
 
 typedef struct dt_weights_desc {
@@ -7153,8 +7165,8 @@ typedef struct dt__linear_sizes {
     int64_t groups, in, out;
 } dt__linear_sizes;
 
-/* Returns the format of a weight in quantised storage, 0 for any other tensor. A view has it if it
-   has the owner's last dimension. */
+/* Returns the format of a quantized weight; 0 for any other tensor. A view has the format of its
+   owner if it has the owner's last dimension, that is, whole rows of blocks. */
 static int dt__quant_of(const dt_tensor *w) {
     const dt_tensor *owner = dt__owner((dt_tensor *)(uintptr_t)w);
     return owner->param && dt__last_dim(w) == dt__last_dim(owner) ? (int)owner->param->desc.quant
@@ -7802,7 +7814,7 @@ static dt_tensor *dt__binary(const char *name, int op, dt_tensor *a, dt_tensor *
     if (!a || !b) return NULL;
     dt_binary_args args = { .dtype = a->dtype, .op = op };
     if (a->dtype != b->dtype)
-        return dt__mismatch(name, a, b, "types must be equal, except of scalars");
+        return dt__mismatch(name, a, b, "types must be equal, unless one is a scalar");
     if (!dt__broadcast(a->shape, b->shape, &args.shape, args.stride_a, args.stride_b))
         return dt__mismatch(name, a, b, "dimensions, counted from the last, must be equal or 1");
     const dt_tensor *rows = a->max_rows && a->shape.nd == args.shape.nd ? a : b;
@@ -8483,8 +8495,8 @@ dt_tensor *dt_cast(dt_tensor *x, dt_dtype dtype) { return dt__cast(x, dtype, 0);
 
 // ==== 21. Ops: adapters, products of activations, cumulative sums, convolution ==================
 
-/* LoRA (arXiv:2106.09685). The frozen weight w stays as it is, and two small matrices learn its
-   change of rank r. Only ops above compute it, so every layout serves it:
+/* LoRA (arXiv:2106.09685). The weight w is frozen, and two small matrices learn a change of w of
+   rank r. The adapter consists of ordinary ops, so it works in every layout:
 
        x --------------- w^T (I,O) ----------------(+)---> y
          \-- dropout -- a^T (I,r) -- scale -- b^T (r,O) --/                        */
@@ -11811,7 +11823,8 @@ static dt_status dt__weights_copy_parts(
                      param->name, (long long)r.at, (long long)(dt_count(p->full) / r.columns));
 }
 
-/* Returns 1 if a quantised parameter is read from numbers, 0 if from blocks or for any other. */
+/* Returns 1 if dt_weights_load must quantize: the parameter is quantized, and the file's tensor has
+   floating-point numbers, not blocks. */
 static int dt__quantises(
     dt_weights *w, const dt_tensor *param, const dt_weight_part *parts, int n) {
     const dt_weight *t =
@@ -11819,7 +11832,8 @@ static int dt__quantises(
     return param->param->desc.quant && !w->writing && t && !dt__integer(t->dtype);
 }
 
-/* The parameter as its values, not its blocks, lie in a file: with the logical shape and slice. */
+/* Returns the parameter with the shape and slice of its values; those of a quantized parameter
+   itself count the bytes of blocks. */
 static dt_param_info dt__logical_param(const dt_tensor *param) {
     dt_param_info p = *param->param;
     int quant = (int)p.desc.quant, last = p.full.nd - 1;
@@ -11834,9 +11848,9 @@ static dt_param_info dt__logical_param(const dt_tensor *param) {
 #ifndef DT__QUANT_BAND /* a test makes bands small */
 #define DT__QUANT_BAND (1 << 20)
 #endif
-/* Reads a quantised parameter from tensors of floating-point numbers: bands of at most
-   DT__QUANT_BAND elements along dimension 0 of the local slice, or single indices, as f32, which
-   are quantised. */
+/* Reads a quantized parameter from tensors of floating-point numbers: reads a band of rows
+   (dimension 0 of the local slice) as f32, at most DT__QUANT_BAND elements or one row, and
+   quantizes it, so that the whole f32 tensor is never in memory. */
 static dt_status dt__quantised_load(
     dt_weights *w, dt_tensor *param, int64_t columns, const dt_weight_part *parts, int n) {
     dt_ctx *ctx = w->ctx;
@@ -13412,11 +13426,11 @@ DT__FN void DT__K(pack_columns)(dt_dtype dtype, int quant, int pairs, DT__REAL *
 }
 
 /* Packing. Copies `count` rows of A or columns of B to panels, in the order in which the
-   micro-kernel reads them, and converts them to the compute type: `quant` is B's format. If
-   `transpose` is 1, each row of the source is a row of A or a column of B. If `transpose` is 0,
-   each row of the source belongs to one k index. In this case 16 source
-   rows are copied to all panels before the next 16 rows, so that all elements of a source row are
-   read at about the same time. */
+   micro-kernel reads them, and converts them to the compute type; `quant` is B's dt_quant, 0 for A.
+   If `transpose` is 1, each row of the source is a row of A or a column of B. If `transpose` is 0,
+   each row of the source belongs to one k index. In this case 16 source rows are copied to all
+   panels before the next 16 rows, so that all elements of a source row are read at about the same
+   time. */
 DT__FN void DT__K(pack)(const DT__K(gemm_plan) * w, int quant, DT__REAL *to, int64_t width,
     const void *from, int64_t at, int64_t ld, int transpose, int64_t count, int64_t terms) {
     dt_dtype dtype = w->args->dtype;
@@ -14707,8 +14721,8 @@ static dt__visible dt__visible_keys(const dt_attention_args *a, const dt__query_
 
 /* Sliding-window attention skips the tiles of keys before the window, and causal attention those
    after the queries. Returns the first key of the first tile that may be visible to a query of the
-   block; sets *end to a bound after the last key. With an array of key positions, these are all
-   keys. */
+   block; sets *end to a bound after the last key. If the keys have positions of their own
+   (mask.k_position), the range is all keys. */
 static int64_t dt__key_range(const dt_attention_args *a, const dt__query_block *b, int64_t *end) {
     int64_t latest = INT32_MIN, earliest = INT32_MAX, first = 0;
     *end = a->tk;
@@ -15022,8 +15036,7 @@ DT__FN void DT__K(load_softmax)(
 
 /* The backward of softmax for NR lanes of a tile: p = e^(s - lse) and ds = p (dp - mean), with
    soft-capping times its derivative 1 - (s / cap)^2. On entry w->p holds the scores and w->ds holds
-   dp. On return they hold p and ds, which are 0 from key
-   v.end up to `end`. */
+   dp. On return they hold p and ds, which are 0 from key v.end up to `end`. */
 DT__FN void DT__K(softmax_back_tile)(const DT__K(attention_work) * w, const dt_attention_args *a,
     const dt__query_block *b, int64_t lane, const dt__key_tile *t, dt__visible v, int64_t end) {
     const DT__REAL *lse = w->lse + lane, *mean = w->mean + lane, cap = (DT__REAL)a->soft_cap;
@@ -15694,7 +15707,10 @@ DT__CPP_WARNINGS_ON
              dt_broadcast_to, dt_sum_dims and its kin, dt_cumsum, dt_patches, convolution, pooling,
              dt_group_norm, negative dimensions, -1 in dt_reshape, dt_sigmoid and its kin,
              dt_minimum, comparisons, dt_where, dt_bce_with_logits, dt_one_hot, dt_argmax, dt_keep,
-             dt_weights_load_all, dt_adapter (LoRA), dt_param_desc.quant (quantised weights);
+             dt_weights_load_all, dt_adapter (LoRA), dt_param_desc.quant (quantized weights), RoPE
+             scaling, sliding windows and soft-capping of attention, dt_rmsnorm_at, dt_geglu,
+             dt_log_softmax, dt_detach, dt_print, dt_grad_check, dt_param_desc.matrices and
+             shared_stages;
              the kernels digest, quantize, where, cumsum, patches and patches_back, which
              your own table needs too, and pair_loss in place of mse. Under dt_no_grad a block drops
              what it made. A tensor that is used after dt_reset fails; so does dt_grad with an index

@@ -56,8 +56,8 @@
 
    CONTENTS
      1. Learning rate (warmup, cosine, linear, WSD schedules)
-     2. Training state (ZeRO-1, ZeRO-2, ZeRO-3, FSDP, HSDP, optimizers, AdamW, parameter groups,
-        gradient clipping, freezing, EMA of weights, outlier steps by z-score)
+     2. Training state (ZeRO-1, ZeRO-2, ZeRO-3, FSDP, HSDP, optimizers, AdamW, SGD, Muon, parameter
+        groups, gradient clipping, freezing, EMA of weights, outlier steps by z-score)
      3. Checkpoints (save, load, resharding, export of weights)
      4. Memory account (formulas of ZeRO for memory and traffic)
      5. Implementation: learning rate
@@ -73,7 +73,7 @@
     14. Offload (CPU offload, NVMe offload)
     15. 1-bit Adam (error feedback, gradient compression)
     16. Muon (Newton-Schulz iteration, orthogonalized momentum)
-    17. Making, stepping, freeing
+    17. Making, stepping, freeing (parameter groups, outlier steps, freezing, EMA of weights: code)
     18. Memory account: code
     19. Checkpoints: files (atomic commit: write, fsync, rename, fsync)
     20. Checkpoints: contents (digests, list of tensors)
@@ -211,7 +211,7 @@ enum { DT_MAX_SKIPS = 20 }; /* skipped steps in a row after which dt_zero_step f
 enum { DT_ADAMW = 0, DT_ADAM, DT_SGD, DT_ONEBIT_ADAM, DT_OPTIMIZER_CUSTOM, DT_MUON };
 /* Muon: the factor of the orthogonalized momentum of a (rows,columns) matrix. MATCH_RMS is 0.2
    sqrt(max(rows, columns)), with which Muon works at AdamW's learning rates and weight decay
-   (arXiv:2502.16982); ORIGINAL is sqrt(max(1, rows / columns)) */
+   (arXiv:2502.16982); ORIGINAL is sqrt(max(1, rows / columns)) (K. Jordan's Muon, section 16) */
 enum { DT_MUON_MATCH_RMS = 0, DT_MUON_ORIGINAL };
 
 /* Parameter group (param_groups of PyTorch): an optimizer for some of the parameters, with its own
@@ -220,8 +220,8 @@ enum { DT_MUON_MATCH_RMS = 0, DT_MUON_ORIGINAL };
 enum { DT_MAX_GROUPS = 16 }; /* parameter groups besides group 0 */
 typedef struct dt_param_group {
     /* Patterns of names, separated by commas, for example "disc.*,*.bias"; '*' matches any text.
-       dt_zero_make copies them, and fails if no parameter on any rank belongs to the group by one
-       of them */
+       dt_zero_make copies them. It fails with DT_ERR_ARG if one of the patterns matches no
+       parameter of this group on any rank */
     const char *params;
     /* as in dt_zero_desc, with the same defaults; not DT_ONEBIT_ADAM */
     int optimizer;
@@ -241,10 +241,10 @@ typedef struct dt_outlier {
     int64_t count;                    /* values so far; zero-initialized */
 } dt_outlier;
 
-/* [local] Adds a finite value to the window and returns its z-score, the distance from the window's
-   mean in standard deviations, as llm.c computes it: over the window with the value in it. Returns
-   NaN until the window was full before the value, or if the value is not finite; 0 if all values
-   are equal. */
+/* [local] Adds a value to the window and returns its z-score, (value - mean) / standard deviation.
+   Mean and deviation are over the last DT_OUTLIER_WINDOW values, with this one, as in llm.c.
+   Returns NaN for the first DT_OUTLIER_WINDOW values, and for a value that is not finite, which is
+   not added; 0 if all values of the window are equal. */
 DT_API double dt_outlier_z(dt_outlier *window, double value);
 
 typedef struct dt_zero_desc {
@@ -322,15 +322,15 @@ typedef struct dt_zero_desc {
     dt_update_fn update; /* DT_OPTIMIZER_CUSTOM: the update */
     void *user;          /* passed to `update` */
     int states;          /* DT_OPTIMIZER_CUSTOM: number of state arrays, 0 to 2 */
-    /* (group_count) parameter groups 1, 2, ..., at most DT_MAX_GROUPS. A bucket holds consecutive
-       parameters of one group, so each change of group in the order of registration costs a bucket
-       and its padding: for other learning rates and no decay of single parameters use dt_param_desc
-     */
+    /* (group_count) parameter groups 1, 2, ..., at most DT_MAX_GROUPS. A new bucket, with its
+       padding, begins wherever the group changes in the order of registration. So for single
+       parameters with another learning rate or without decay use dt_param_desc instead */
     const dt_param_group *groups;
     int group_count;
-    /* EMA of the weights: ema = ema_decay * ema + (1 - ema_decay) * weight after each step of a
-       parameter; 0: none. The first step starts it from the weight. One more state array, of the
-       gradient's type and sharded as the others; dt_zero_swap_ema exchanges it with the weights */
+    /* EMA of the weights (Polyak averaging): ema = ema_decay * ema + (1 - ema_decay) * weight after
+       each step of a parameter; 0: none. Before the first step ema is the initial weight. It is one
+       more state array, of the gradient's type, and sharded like the others. dt_zero_swap_ema
+       exchanges it with the weights */
     double ema_decay;
     /* Outlier steps: a step changes nothing if the z-score of its gradient norm, or of the loss
        that the program passed to dt_zero_loss, exceeds this threshold; 0: no threshold */
@@ -381,33 +381,35 @@ DT_API dt_zero *dt_zero_make(dt_ctx *ctx, dt_zero_desc desc);
    starts new gradient sums. */
 DT_API dt_step_info dt_zero_step(dt_zero *zero, double lr);
 /* [collective: world] Takes one optimizer step of some parameter groups, as a GAN or actor-critic
-   needs. `lr` has a learning rate for each group, group_count + 1 of them. A group whose learning
-   rate is negative does not step: its parameters, state and step count stay, and its gradients are
-   discarded, as PyTorch's zero_grad does. The gradient norm, clipping and the test for NaN are over
-   the groups that step; at least one must. dt_zero_step(zero, lr) steps all groups. */
+   needs. lr[g] is the learning rate of group g = 0 .. group_count. A group with a negative learning
+   rate does not step: its parameters, state and step count stay, and its gradients are discarded,
+   as by PyTorch's zero_grad. Gradient norm, clipping and the test for NaN cover only the groups
+   that step. DT_ERR_ARG: no group steps. dt_zero_step(zero, lr) steps all groups. */
 DT_API dt_step_info dt_zero_step_groups(dt_zero *zero, const double *lr);
 /* [local] Tells the next dt_zero_step the step's loss, for skip_loss_z. Pass the same loss, summed
-   over the ranks, on every rank: dt_zero_step compares it. */
+   over the ranks, on every rank; otherwise dt_zero_step fails with DT_ERR_COMM. */
 DT_API void dt_zero_loss(dt_zero *zero, double loss);
 /* [collective: world] Freezes (on = 1) or unfreezes (0) the parameters whose names match one of the
    patterns, as in dt_param_group.params, between two steps. A frozen parameter gets no gradient,
    does not count in the gradient norm, and keeps its values, its state and its EMA; checkpoints
    hold them, but not which parameters are frozen. A bucket of frozen parameters needs no memory for
    gradients and no traffic for them. A group whose parameters are all frozen does not step. Adam's
-   bias correction uses the steps of the group: a parameter that is frozen alone does not pause
-   them. Parameters that were frozen at registration (dt_param_desc.frozen) have no gradients and no
-   state, and stay frozen; a pattern that matches only such parameters or none is an error
-   (DT_ERR_ARG). DT_ERR_COMM: the ranks pass different arguments. */
+   bias correction counts the steps of the group, which go on while some of its parameters are
+   frozen. Parameters that were frozen at registration (dt_param_desc.frozen) have no gradients and
+   no state, and stay frozen. DT_ERR_ARG: a pattern matches no other parameter, or a step has begun.
+   DT_ERR_COMM: the ranks pass different arguments. DT_ERR_UNSUPPORTED: 1-bit Adam. */
 DT_API dt_status dt_zero_freeze(dt_zero *zero, const char *params, int on);
 /* [collective: world] Exchanges the weights with their EMA (dt_zero_desc.ema_decay), between two
-   steps, to evaluate or export with it; a second call exchanges them back, exactly. In between a
-   step and a checkpoint fail with DT_ERR_ARG. Weights of groups that have not stepped stay. The
-   data pass through host memory. */
+   steps, to evaluate or export with it. A second call exchanges them back, with the same bits.
+   Between the two calls dt_zero_step and dt_checkpoint_save fail with DT_ERR_ARG. A group that has
+   not stepped has no EMA, and keeps its weights. The data pass through host memory. DT_ERR_ARG:
+   ema_decay is 0, or a step has begun. */
 DT_API dt_status dt_zero_swap_ema(dt_zero *zero);
 enum { DT_STATE_MASTER = 2, DT_STATE_EMA };
 /* [collective: the parameter's data group] Copies a state array of a parameter's full local slice
-   to host memory, as elements of type dt_grad_dtype(param). `which` is the array's index, 0 or 1.
-   After the first step it may also be DT_STATE_MASTER, the f32 master weights of a 16-bit
+   to host memory, as elements of type dt_grad_dtype(param). `which` is 0 for Adam's first moment or
+   the momentum of SGD and Muon, 1 for Adam's second moment; of a custom optimizer, the index of the
+   array. After the first step it may also be DT_STATE_MASTER, the f32 master weights of a 16-bit
    parameter, or DT_STATE_EMA. Returns DT_ERR_ARG if the parameter was frozen at registration or has
    no such array. */
 DT_API dt_status dt_zero_state(dt_zero *zero, int which, const dt_tensor *param, void *host);
@@ -489,15 +491,15 @@ typedef struct dt_extra_state {
 typedef struct dt_weight_map {
     char name[2][96];
     dt_weight_part part[2]; /* part[i] is in the tensor name[i]; part[i].name is not used */
-    int n;                  /* 1 or 2; in an export -1: the file does not have the parameter */
-    int64_t columns;        /* 0 means the parameter's last dimension */
-    dt_shape shape;         /* full shape of each of the file's tensors */
+    int n;           /* 1 or 2; in dt_zero_export also -1: leaves the parameter out of the file */
+    int64_t columns; /* 0 means the parameter's last dimension */
+    dt_shape shape;  /* full shape of each of the file's tensors */
     /* 0, or g > 1: the n parts repeat g times, for example for g experts; in their names '*' stands
        for the number of the repetition, from 0 */
     int groups;
 } dt_weight_map;
-/* [local] Returns the number of parts of a map, n or n * groups. If it is more than i >= 0, sets
-   *part to part i, whose name is written to `name` (128 bytes). */
+/* [local] Returns the number of parts of a map: n, or n * groups. If 0 <= i < this number, sets
+   *part to part i and writes the name of its tensor to `name` (128 bytes). */
 DT_API int dt_weight_map_part(const dt_weight_map *map, int i, char *name, dt_weight_part *part);
 
 typedef struct dt_checkpoint_desc {
@@ -1881,8 +1883,8 @@ static dt_status dt__step_common_fail(dt_zero *zero, const dt__step_common *mine
 }
 
 /* Adds up *bad over all ranks, sets zero->written on all ranks if it is set on one, and fails
-   unless all ranks take the same step with the same learning rates. All need one sum of a few
-   doubles. Let h be a digest of `bits` bits on this rank. All digests are equal to h if and only if
+   unless all ranks take the same step with the same learning rates. One sum of doubles does all
+   three. Let h be a digest of `bits` bits on this rank. All digests are equal to h if and only if
    the sum of (h_r - h)^2 over the ranks r is 0, which is sum h_r^2 - 2 h sum h_r + ranks * h^2. All
    terms are integers that doubles hold exactly. */
 static dt_status dt__step_agree(dt_zero *zero, double *bad) {
@@ -2922,8 +2924,8 @@ static dt_status dt__zero_update_param(dt_zero *zero, dt__update_batch *batch,
     return batch->n == DT__UPDATE_BATCH ? dt__update_batch_flush(zero, batch) : dt_error(zero->ctx);
 }
 
-/* EMA of the weights: updates that of the span's parameters that are not frozen, after the weights.
- */
+/* EMA of the weights: updates the EMA of the span's parameters, after the weights; skips frozen
+   parameters. */
 static dt_status dt__ema_update_span(
     dt_zero *zero, const dt__zero_bucket *z, const dt__update_span *s) {
     size_t size = dt__zero_element_size(z), end = s->offset + s->count;
@@ -4088,18 +4090,20 @@ static dt_status dt__onebit_momentum(dt_zero *zero, dt__zero_bucket *z, double g
    A piece that several ranks hold is sent by one of them, and each gets the result. The owners are
    chosen by the cost rows * columns * min(rows, columns), the most expensive matrix first, each for
    the rank with the least work so far. The arithmetic of a matrix does not depend on its owner, so
-   the bits are the same in every layout in which the bits of the gradients are.
+   layouts whose gradients have the same bits make the same update, bit for bit.
 
    Rounds bound the memory: in a round an owner gathers matrices of at most bucket_bytes, or one
    matrix. Pieces travel as an all-to-all of pairs: in step d rank r exchanges with r + d and
-   r - d. Let M be the larger of bucket_bytes and the bytes of the largest matrix (but no more than
-   all matrices that one rank owns), and S the largest number of rows or columns, whichever is
-   smaller in a matrix. From the first update on a rank holds at most 2 M bytes of DT_MEM_COMM (one
-   message to send, one received; 0 if the stage has one rank), and of DT_MEM_TEMP 2 M bytes and
-   2 S^2 elements (the gathered matrices; the next x, a and a a of one of them). 160 bytes of
-   DT_MEM_HOST for each parameter and rank of the stage say which rank holds what. A stage of N
-   ranks that hold equal parts sends (N-1)/N of all elements to the owners, and as much back; ranks
-   with copies of the momentum (ZeRO-0) send only results, N-1 times. */
+   r - d. Memory of a rank from the first update on, where M is the larger of bucket_bytes and the
+   bytes of the largest matrix (but no more than all matrices that one rank owns), and S is the
+   largest min(rows, columns) of a matrix:
+
+       DT_MEM_COMM   2 M bytes: a message to send and one received; 0 if the stage has one rank
+       DT_MEM_TEMP   2 M bytes and 2 S^2 elements: the gathered matrices; next x, a, a a of one
+       DT_MEM_HOST   160 bytes for each parameter and rank of the stage: which rank holds what
+
+   If N ranks of a stage hold equal parts, they send (N-1)/N of all elements to the owners, and as
+   much back. Ranks that hold copies of the momentum (ZeRO-0) send only results, N-1 times. */
 
 /* Which elements of a parameter's momentum a rank holds: elements [from, to) of its local slice.
    first_copy: the lowest rank that holds exactly the same ones. */
@@ -4112,7 +4116,7 @@ typedef struct dt__muon_shard {
 typedef struct dt__muon_matrix {
     int slot;                  /* of the parameter, in dt__muon.params */
     int64_t index, rows, cols; /* index: among the matrices of the parameter */
-    int owner, round, steps;   /* steps: 1 if it takes part in the current step */
+    int owner, round, steps;   /* steps: 1 if the matrix is updated in the current step */
     size_t at, bytes;          /* its place in the owner's `gathered` */
 } dt__muon_matrix;
 
@@ -4347,7 +4351,8 @@ static dt_status dt__muon_norm(
 }
 
 /* Newton-Schulz iteration: orthogonalizes a gathered matrix in place. x is not transposed: if it
-   has more rows than columns, a = x^T x stands on its right. a is symmetric, so x a = (a x^T)^T.
+   has more rows than columns, a = x^T x multiplies x from the right: x a = (a x^T)^T, because a is
+   symmetric.
    m->work holds the next x, a and a a. */
 static dt_status dt__muon_orthogonalize(dt_zero *zero, const dt__muon_matrix *x) {
     static const double A = 3.4445, B = -4.7750, C = 2.0315, EPS = 1e-7;
@@ -5095,7 +5100,7 @@ static dt_status dt__zero_step_begin(dt_zero *zero, const double *lr) {
     if (zero->ema_swapped)
         return dt_fail(ctx, DT_ERR_ARG,
             "dt_zero_step: step %lld: the weights are exchanged with their EMA: call "
-            "dt_zero_swap_ema again before it",
+            "dt_zero_swap_ema before the step",
             (long long)zero->step + 1);
     if (!lr) return dt_fail(ctx, DT_ERR_ARG, "dt_zero_step: the learning rates are NULL");
     for (int k = 0; k < zero->n_param_groups; k++) {
@@ -5124,7 +5129,7 @@ static dt_status dt__zero_step_begin(dt_zero *zero, const double *lr) {
 static void dt__zero_step_not_finite(dt_zero *zero, double norm, dt_step_info *info) {
     dt__bad_grad bad;
     const dt_tensor *t = dt_param_get(zero->ctx, zero->own_bad.param);
-    /* one that only parameters of a group without a step have does not count */
+    /* ignore a NaN in a parameter group that does not step */
     if (zero->own_bad.rank >= 0 && !zero->param_groups[t->param->group].steps_now)
         zero->own_bad.rank = -1;
     if (dt__bad_grad_find(zero, &bad) != DT_OK) return;
@@ -6241,7 +6246,7 @@ static void dt__manifest_file(dt_json_out *o, const char *name, int64_t bytes, c
     dt_json_close(o, '}');
 }
 
-/* Names of the optimizers (DT_ADAMW to DT_OPTIMIZER_CUSTOM) in manifest.json. */
+/* Names of the optimizers (DT_ADAMW to DT_MUON) in manifest.json. */
 static const char *const dt__optimizers[] = { "adamw", "adam", "sgd", "onebit-adam", "own",
     "muon" };
 
@@ -7331,7 +7336,10 @@ DT__CPP_WARNINGS_ON
              dt_zero_desc.compare_every: replicas that differ are an error. dt_zero_make refuses
              parameters that two pipeline stages register. A training state that dt_zero_free has
              freed is refused. dt_zero_here, dt_checkpoint_here: functions that wait for other
-             ranks are also macros, which record the call site for errors
+             ranks are also macros, which record the call site for errors. New: parameter groups
+             (dt_zero_desc.groups, dt_zero_step_groups), dt_zero_freeze, Muon, EMA of the weights
+             (dt_zero_swap_ema), outlier steps (dt_outlier_z, dt_zero_loss), dt_zero_grad_full,
+             dt_weight_map.groups, dt_checkpoint_desc.convert_dtype and grows
      0.1.0   AdamW, Adam, SGD, 1-bit Adam, a custom optimizer; ZeRO 0 to 3; offload; loss scaling;
              clipping; learning rates; formulas; checkpoints; export of weights
 

@@ -1,10 +1,10 @@
 /* 18_classify_text.c - an encoder that classifies sentences, trained with data parallelism
 
-   What you learn: the program with which tutorials introduce data parallelism: a small BERT
+   What you learn: data parallelism, in the program with which tutorials introduce it. A small BERT
        (arXiv:1810.04805) decides whether a sentence is praise. Each token attends to the tokens
        before and after it. The first token, [cls], belongs to no word; the classifier reads only
-       what the layers have collected there. Sentences have unequal lengths: short ones are filled up
-       with [pad], and no word may attend to [pad]. Its counterparts in PyTorch's DDP:
+       what the layers have collected there. Sentences have unequal lengths: short ones are filled
+       up with [pad], and no word may attend to [pad]. The calls and their counterparts in DDP:
 
            torchrun, init_process_group        dt_run
            DistributedSampler, set_epoch       dt_sampler_make, dt_sampler_set_epoch
@@ -16,7 +16,7 @@
    Run: cc -O3 examples/18_classify_text.c -o 18_classify_text -lm -lpthread && ./18_classify_text
    What you see: the accuracy on new sentences rises from that of guessing to nearly 100 %, and four
        ranks have the losses of one rank. "was not dull" is praise, and after "but" only the rest
-       counts, so single words do not tell.
+       counts, so no single word decides.
    Think about: a sampler gives every rank the same number of samples, and repeats some if it must.
        Why does the evaluation below not use one? */
 #define DT_IMPLEMENTATION
@@ -25,8 +25,8 @@
 #include <stdio.h>
 #include <string.h>
 
-/* epochs; sentences of an epoch, of the evaluation, of a step; tokens; width, heads, width of a
-   head and of the MLP; layers; sentences of the evaluation that are printed */
+/* TRAIN sentences in an epoch, TEST new ones, B in a step; T tokens; width C, H heads of width D,
+   MLP of width F, L layers; SHOWN new sentences are printed */
 enum { EPOCHS = 6, TRAIN = 1024, TEST = 250, B = 32, T = 12, C = 32, H = 4, D = 8, F = 64, L = 2 };
 enum { PAD, CLS, SHOWN = 4, WORDS = 30 };
 
@@ -59,7 +59,7 @@ static int random_below(uint32_t *state, int n) {
 static int sentence(int number, int32_t *ids) {
     uint32_t state = (uint32_t)number * 7919u;
     int n = 0, praise = 0, clauses = 1 + random_below(&state, 2);
-    for (int i = 0; i < T; i++) ids[i] = PAD;
+    for (int i = 0; i < T; i++) ids[i] = PAD; /* the numbers below are places in words[] */
     ids[n++] = CLS;
     ids[n++] = 2 + random_below(&state, 4);
     ids[n++] = 6 + random_below(&state, 6);

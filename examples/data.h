@@ -34,8 +34,8 @@ typedef struct train_files {
     int64_t bytes;
     int64_t tokens; /* number of tokens; each byte of a text file is a token */
     int shards;     /* 1 if the tokens are in llm.c token shards, 0 if the bytes are the tokens */
-    char
-        encoded[40]; /* path of one shard with the tokens of all files; empty: the files are read */
+    /* path of one shard with the tokens of all files; empty: the files are read */
+    char encoded[40];
     /* 1: the files are instruction data, and `encoded` has T ids and then T labels + 1 of each
        example, so that a label that does not count is 0 */
     int examples;
@@ -185,7 +185,8 @@ static inline int data_next_source(const data_set *d) {
         const data_source *s = &d->source[i];
         /* W times the number of sequences that s is behind if it does not get this position */
         int64_t behind = s->weight * (d->at + 1) - s->count * W;
-        /* when it must get one: in due / weight positions, up to a common factor */
+        /* With E = 2 n - 2, a source may get the position if it would be 1/E sequences behind. Of
+           these, the first to be 1 - 1/E behind gets it: due / (E weight) positions later */
         int64_t due = (2 * n - 3) * W - (2 * n - 2) * behind;
         if ((2 * n - 2) * behind < W) continue;
         if (best < 0 || due * d->source[best].weight < best_due * s->weight)
@@ -297,8 +298,8 @@ static inline int64_t data_tokens(const data_set *d) {
     return sum;
 }
 
-/* Returns the number of the sequence at a position of the run among those of its source, and sets
-   *source. Each source repeats in epochs without end. */
+/* Sets *source to the source of a position of the run, and returns the index of the position's
+   sequence in this source. Each source repeats in epochs without end. */
 static inline int64_t data_find(data_set *d, int64_t position, data_source **source) {
     int64_t n;
     data_source *s = *source = data_place(d, position, &n);
@@ -347,8 +348,8 @@ static inline void data_read_ahead(data_set *d) {
 }
 
 /* Asks the kernel to read the sequence at a position into its cache of files, so that data_read
-   will not wait for the disk. This starts no thread and is only a hint: it cannot fail. Use it on a
-   data set of its own, which data_read_ahead has prepared, because it moves. */
+   will not wait for the disk. This starts no thread and is only a hint: it cannot fail. It moves
+   the data set's position, so use a second data set, which data_read_ahead has prepared. */
 static inline void data_will_need(data_set *d, int64_t position) {
     data_source *s;
     int64_t sequence = data_find(d, position, &s), T = s->files->examples ? 2 * d->T : d->T;

@@ -6,8 +6,8 @@
        encoding e = { .ctx = ctx, .tok = tok, .tokenizer = "tokenizer.json", .seq = 128 };
        encode_files(&e, &files);       // files.encoded is the path of a shard with all tokens
 
-   Text: each file is a document, which begins with what the tokenizer adds before a text. The
-   tokens of all files are one text.
+   Text: each file is a document, which begins with the special tokens that the tokenizer puts
+   before a text (bos). The tokens of all files are one text.
 
    Instruction data: a file x.jsonl has one example per line, in one of two forms. Other fields are
    ignored, and so are blank lines.
@@ -78,7 +78,7 @@ static inline uint64_t encode_hash(uint64_t h, const void *data, size_t bytes) {
     return h;
 }
 
-/* Continues a digest (FNV-1a) with n tokens. */
+/* Continues a digest with n tokens, as FNV-1a does with bytes. */
 static inline uint64_t encode_digest(uint64_t h, const int32_t *ids, int64_t n) {
     for (int64_t i = 0; i < n; i++) h = (h ^ (uint32_t)ids[i]) * 1099511628211u;
     return h;
@@ -125,7 +125,8 @@ static inline void encode_add(encoding *e, int32_t id, int has_label) {
     e->n++;
 }
 
-/* Appends the tokens of a part of the example. The template's tokens come before the first part. */
+/* Appends the tokens of a part of the example; before the first part also the special tokens that
+   the tokenizer puts before a text, such as <|begin_of_text|>. */
 static inline void encode_part(encoding *e, const char *text, size_t bytes, int has_label) {
     int64_t n = (int64_t)bytes;
     int first = e->n == 0;
@@ -346,9 +347,8 @@ static inline int encode_lock(encoding *e) {
 }
 
 /* Encodes the files into one shard and sets files->encoded to its path, which is valid as long as
-   this process lives. With a cache, uses the shard that is there, unless a file has changed or the
-   shard is damaged. A lock on the folder makes the processes of a machine wait for the one that
-   encodes, so that only one of them does. */
+   this process lives: the descriptor stays open. With a cache, uses the shard that is there, unless
+   a file or the tokenizer has changed or the shard is damaged. */
 static inline dt_status encode_files(encoding *e, train_files *files) {
     char cached[4352] = "";
     int lock = -1;

@@ -1,5 +1,5 @@
-/* gpt.h - GPT-2 and Llama, written with dt's public functions only - public domain or MIT, at your
-   choice
+/* gpt.h - GPT-2, Llama and later models with Llama's architecture (Mistral, Mixtral, Qwen, Gemma,
+   DeepSeek-V3), written with dt's public functions only - public domain or MIT, at your choice
 
    Include gpt.h after dt_zero.h or after dt_parallel.h. All functions are static. gpt_files.h reads
    and writes weight files.
@@ -41,7 +41,8 @@
    Mixture of experts (MoE): if config.experts > 0, every moe_every-th layer has `experts` MLPs
    instead of one, and each token uses top_k of them. The experts are sharded over config.ep
    (dt_parallel.h, section 5). If config.shared_experts > 0, every token also uses the shared
-   experts. config.route and the fields after it give the router of DeepSeek-V3 (arXiv:2412.19437).
+   experts. config.route, expert_groups, top_groups, raw_gates and gate_scale make the router that
+   of DeepSeek-V3 (arXiv:2412.19437).
 
    Multi-head latent attention (MLA, arXiv:2405.04434, section 2.1): if config.mla.kv_rank > 0, keys
    and values are computed from a latent of few elements, which is all that generation caches. See
@@ -66,7 +67,7 @@
                full:k      C / k                    the output of every k-th layer
 
    Latent attention stores more than the table says: the latents, and the parts of q, k and v before
-   they are put together.
+   their concatenation.
 
    In the backward pass, full:k also holds the activations of `none` for k layers at a time. A GPT-2
    with F = 4C and K = H needs less memory with full:k than with `full` if
@@ -138,8 +139,15 @@ typedef struct gpt_mla {
 } gpt_mla;
 
 /* Parts of models with the architecture of Llama; zeros switch them off, and GPT_GPT2 has none of
-   them. Llama 3.x has rope, Qwen 3 head_dim and qk_norm, Qwen 2 qkv_bias, Mistral window, Gemma 2
-   all but qk_norm and local_theta, and Gemma 3 all but the soft caps. */
+   them. The released models use:
+
+       Llama 3.x   rope
+       Mistral     window
+       Qwen 2      qkv_bias
+       Qwen 3      head_dim, qk_norm
+       Gemma 2     gemma, head_dim, query_scalar, window, global_every, both soft caps
+       Gemma 3     gemma, head_dim, query_scalar, window, global_every, qk_norm, local_theta,
+                   rope */
 typedef struct gpt_parts {
     int head_dim; /* D; 0 means C/H */
     int qkv_bias; /* biases of q, k and v */
@@ -150,7 +158,9 @@ typedef struct gpt_parts {
     int window, global_every;
     dt_rope_scaling rope; /* RoPE scaling; not in local layers that have a theta of their own */
     double local_theta;   /* base of the rotary embedding in local layers; 0 means config.theta */
-    double query_scalar;  /* scores are divided by its square root; 0 means the size of a query */
+    /* scores are divided by its square root; 0 means the size of a query (Hugging Face:
+       query_pre_attn_scalar) */
+    double query_scalar;
     double attn_soft_cap, logit_soft_cap; /* soft-capping of scores and of logits; 0 means none */
     /* Gemma: the embedding is multiplied by sqrt(C), GeGLU replaces SwiGLU, attn.proj and mlp.proj
        are followed by an RMSNorm before the residual addition, and norms multiply by 1 + weight.
@@ -207,7 +217,7 @@ typedef struct gpt_config {
     int route, expert_groups, top_groups, raw_gates;
     double gate_scale;
     int mtp;           /* modules of multi-token prediction, at most GPT_MAX_MTP; needs GPT_LLAMA */
-    double mtp_weight; /* weight of the mean of their losses in the gradient */
+    double mtp_weight; /* the gradient includes mtp_weight times the mean of the modules' losses */
     gpt_parts parts;
 } gpt_config;
 
@@ -248,9 +258,9 @@ typedef struct gpt {
     dt_tensor *ln_f_gain, *ln_f_bias; /* (C) */
     dt_tensor *head;                  /* (V,C) */
     dt_kv_groups kv;                  /* how the K key/value heads are divided over tp */
-    /* The group of the two ranks that have the first and the last stage, if the last stage needs
-       wte, too, because it is tied or because of mtp: then each of them has a copy. NULL if no
-       other stage needs wte, or if one rank has both stages (a schedule in a V) and shares it. */
+    /* The group of the two ranks that have the first and the last stage, if both need wte: for a
+       tied head or for mtp. Each of them has a copy of wte. NULL if only one stage needs wte, or if
+       one rank has both stages (ZB-V, DualPipe-V), which then share one wte. */
     dt_comm *tied;
     dt_tensor *mtp_wte; /* the embedding that the modules of mtp read, on the last stage */
     double mtp_loss;    /* sum of this rank's mean losses of the modules; the caller clears it */
@@ -424,8 +434,10 @@ static inline int gpt_is_in_layer(const gpt_param_row *r) {
     return gpt_section(r) == GPT_ATTENTION || gpt_section(r) == GPT_MLP || r->section == GPT_MTP;
 }
 
-/* Returns 1 if the kind of attention, and the modules of multi-token prediction, agree with the
-   parameter. */
+/* Returns 0 if the parameter is of the other kind of attention (ordinary or latent), or belongs to
+   a module of multi-token prediction and `layer` to none; else 1. With a latent of the queries
+   (q_rank > 0) the parameters are q_a, q_a_norm and q_b, whose shapes have a 'q'; without, only
+   q. */
 static inline int gpt_attention_has(gpt_config c, const gpt_param_row *r, int layer) {
     int plain = r->section == GPT_ATTENTION && strncmp(r->name, "attn.", 5) == 0;
     if (r->section == GPT_MTP) return layer >= c.layers;
@@ -460,6 +472,7 @@ static inline int gpt_has_param(gpt_config c, const gpt_param_row *r, int layer)
                                    : r->section != GPT_EXPERT || mixture;
 }
 
+/* Returns the size that a letter or digit of gpt_param_row.shape stands for. */
 static inline int64_t gpt_size(gpt_config c, char letter) {
     switch (letter) {
     case 'V': return c.vocab;
@@ -471,14 +484,15 @@ static inline int64_t gpt_size(gpt_config c, char letter) {
     case 'A': return c.heads * gpt_head_dim(c);
     case 'F': return c.ffn;
     case 'E': return c.experts;
-    case 'c': return 2 * (int64_t)c.width;
-    case 'q': return c.mla.q_rank;
-    case 'x': return c.mla.nope_dim + c.mla.rope_dim;
-    case 'y': return c.mla.kv_rank + c.mla.rope_dim;
-    case 'z': return c.mla.kv_rank;
-    case 'w': return c.mla.nope_dim + c.mla.value_dim;
-    case 'o': return (int64_t)c.heads * c.mla.value_dim;
     case 'R': return c.lora.rank;
+    case 'c': return 2 * (int64_t)c.width;
+    /* latent attention: latents, then elements of a head */
+    case 'q': return c.mla.q_rank;
+    case 'z': return c.mla.kv_rank;
+    case 'y': return c.mla.kv_rank + c.mla.rope_dim;     /* kv_a: latent and shared key */
+    case 'x': return c.mla.nope_dim + c.mla.rope_dim;    /* q, k of a head */
+    case 'w': return c.mla.nope_dim + c.mla.value_dim;   /* kv_b: k and v of a head */
+    case 'o': return (int64_t)c.heads * c.mla.value_dim; /* all heads' output */
     }
     return letter - '0';
 }
@@ -869,10 +883,10 @@ typedef struct gpt_tokens {
     /* with cp: the result of dt_cp_make for these documents and positions [made from B, T and
        config.cp_kind] */
     dt_cp *context;
-    /* With config.mtp, for each module k, as gpt_ahead fills them: next[k] (B,T) i32 is the id
-       k + 1 positions after each token, and ahead[k] (B,T) i32 is module k's label, the id k + 2
-       positions after it. A label of -1 does not count; the id at such a position may be any. The
-       losses of the modules before the first NULL are added to the gradient. */
+    /* With config.mtp, for each module k = 0, 1, .., as gpt_ahead fills them: next[k] (B,T) i32 is
+       the id k + 1 positions after each token, and ahead[k] (B,T) i32 is module k's label, the id
+       k + 2 positions after each token. Where ahead[k] is -1, the module has no loss, and next[k]
+       may be any id. Modules from the first NULL in ahead on are not trained in this pass. */
     dt_tensor *next[GPT_MAX_MTP], *ahead[GPT_MAX_MTP];
 } gpt_tokens;
 
@@ -1036,7 +1050,7 @@ static inline dt_tensor *gpt_join(dt_tensor *a, dt_tensor *b, int dim) {
    generation the cache has only latents and rotated keys, and kv_b multiplies all of them for each
    new token. */
 static inline dt_tensor *gpt_latent_heads(const gpt_pass *r, dt_tensor *x) {
-    const double eps = 1e-6; /* of the norms of latents, whatever config.norm_eps */
+    const double eps = 1e-6; /* of the latents' norms, as in DeepSeek's code; not config.norm_eps */
     const gpt *m = r->model;
     const gpt_layer *l = &m->layer[gpt_layer_at(r)];
     const gpt_mla a = m->config.mla;
@@ -1335,7 +1349,7 @@ static inline dt_tensor *gpt_logits_at(gpt *m, gpt_tokens t) {
 /* The arguments of a module of multi-token prediction. */
 typedef struct gpt_mtp_pass {
     gpt_pass pass;  /* whose item is the attention of the module's layer */
-    dt_tensor *ids; /* (B,T/cp): the token that the module adds, k + 1 positions after each token */
+    dt_tensor *ids; /* (B,T/cp): gpt_tokens.next[k], the tokens whose embedding the module reads */
 } gpt_mtp_pass;
 
 /* Multi-token prediction: module k of D, for k = 0 .. D - 1, (B,T,C) -> (B,T,C). x is the output of
@@ -1450,9 +1464,9 @@ static inline dt_tensor *gpt_loss(gpt *m, dt_tensor *ids, dt_tensor *labels, dou
 // ==== Generation =================================================================================
 
 /* [collective: tp, pp] KV cache. A token's keys and values do not depend on later tokens. So the
-   cache keeps the keys and values of all earlier tokens, 2 L seq K D elements, or with latent
-   attention L seq (kv_rank + rope_dim) on every rank of tp. For a new token,
-   every matrix product then computes only one row, and attention computes only one query:
+   cache keeps the keys and values of all earlier tokens: 2 L seq K D elements, or with latent
+   attention L seq (kv_rank + rope_dim) on every rank of tp. For a new token, every matrix product
+   then computes only one row, and attention computes only one query:
 
        keys   [k0 k1 k2 .. k(length-1) | free ..  seq]      the new token's key goes to row `length`
 

@@ -27,8 +27,8 @@
    "h.N." for GPT-2 and with "layers.N." for Llama. All names except the head's also have a prefix,
    "transformer." or "model.", which some files omit. llm.c stores the same parameter of all layers
    in one tensor. GPT-2 stores the matrices of its layers transposed, (in,out). Mixtral and
-   DeepSeek-V3 store each expert in tensors of its own (the '*' in gpt_names), and DeepSeek-V3 stores
-   shared experts under another name than a dense MLP (gpt_full_name). */
+   DeepSeek-V3 store each expert in tensors of its own (the '*' in gpt_names), and DeepSeek-V3 gives
+   the shared experts another name than a dense MLP (gpt_full_name). */
 typedef struct gpt_name {
     const char *name, *gpt2, *llama, *llmc;
     /* 1, 2, 3 for q, k, v, which GPT-2 and llm.c store as the thirds of one tensor; else 0 */
@@ -1028,11 +1028,6 @@ static inline dt_status gpt_export(gpt *m, dt_zero *zero, const char *path) {
             "with a feed-forward of 4 times the width, in f32 or bf16",
             path);
     if (gpt_load_fits(m, path, out.kind.llmc, 1) != DT_OK) return dt_error(m->ctx);
-    if (m->config.experts)
-        return dt_fail(m->ctx, DT_ERR_UNSUPPORTED,
-            "%s: only gpt_save writes MoE models: this function does not divide experts into "
-            "tensors",
-            path);
     if (!llmc && gpt_path_beside(m->ctx, name, sizeof name, path, "model.safetensors") != 0)
         return dt_error(m->ctx);
     dt_zero_export(

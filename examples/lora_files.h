@@ -156,8 +156,9 @@ static inline dt_status gpt_lora_fits(const gpt *m, const char *folder) {
     return DT_OK;
 }
 
-/* Loads the adapters. Each rank reads its local slices. Fails with the name of the file and of the
-   first tensor that is missing, unknown or of another shape. */
+/* Loads the adapters. Each rank reads its local slices. The error names the file, and the first
+   tensor that is missing or has another shape; of tensors that the model does not have it gives the
+   number. */
 static inline dt_status gpt_lora_load(gpt *m, const char *folder) {
     char name[4096];
     if (gpt_lora_fits(m, folder) != DT_OK ||

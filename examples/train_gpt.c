@@ -1,5 +1,5 @@
-/* train_gpt.c - trains a GPT-2 or a Llama on one or many ranks - public domain or MIT, at your
-   choice
+/* train_gpt.c - trains GPT-2, Llama, Mistral, Mixtral, Qwen, Gemma or DeepSeek-V3 on one or many
+   ranks - public domain or MIT, at your choice
 
        cc -O3 train_gpt.c -o train_gpt -lm -lpthread
        ./train_gpt --data input.txt --ranks 8 --zero 1 --steps 200 --log-csv log.csv --generate 200
@@ -1737,8 +1737,8 @@ static void resolve_lora(value *v, gpt_config *c) {
     }
     if (!v[O_LORA].text) return;
     if (c->mla.kv_rank)
-        refuse("--lora %s: no module of latent attention (--mla) can have an adapter yet",
-            v[O_LORA].text);
+        refuse(
+            "--lora %s: modules of latent attention (--mla) cannot have adapters", v[O_LORA].text);
     if (!v[O_LORA_ON].text) set(&v[O_LORA_ON], O_LORA_ON, "q,v", COMPUTED);
     if (!v[O_ADAPTER].text) {
         c->lora.rank = int_of(v, O_LORA);

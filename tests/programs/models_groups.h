@@ -1,6 +1,6 @@
 /* models_groups.h - models whose two networks have an optimizer each, beside those of models.h
 
-       gan        generative adversarial network: a step trains the discriminator, then the generator
+       gan        generative adversarial network: a step trains discriminator, then generator
        agent      actor-critic on a grid world: the actor chooses moves, the critic predicts rewards
 
    A step has one or two parts (batch.part), each with its own backward and its own call of
@@ -80,8 +80,8 @@ static dt_tensor *gan_run(void *model, const setup *s, dt_tensor *x, int stage, 
 enum { A_SIDE = 4, A_MOVES = 6, A_IN = 2, A_HIDDEN = 7, A_ACTIONS = 4, A_ROW = 1 + A_MOVES };
 static const double a_discount = 0.9, a_entropy = 0.01;
 
-/* Advantage actor-critic (V. Mnih et al., arXiv:1602.01783) on a grid of 4 x 4 cells. A walk makes 6
-   moves: up, down, left or right; the last cell is worth 1 and sends the walker back to its first
+/* Advantage actor-critic (V. Mnih et al., arXiv:1602.01783) on a grid of 4 x 4 cells. A walk makes
+   6 moves: up, down, left or right; the last cell is worth 1 and sends the walker back to its first
    cell, each other move costs 0.1. A stored row is the first cell and a random number in [0, 1) for
    each move. With R the discounted rewards of the rest of the walk, at whose end the critic V
    predicts the remaining ones:
@@ -172,8 +172,9 @@ static dt_tensor *agent_run(void *model, const setup *s, dt_tensor *x, int stage
     dt_tensor *ln_p = dt_log_softmax(player_run(&m->actor, x));
     dt_tensor *chosen = dt_sum_over(dt_mul(ln_p, dt_one_hot(moves, A_ACTIONS, s->dtype)), -1);
     dt_tensor *gain = dt_sum_over(dt_mul(chosen, dt_sub(returns, dt_detach(values))), DT_ALL);
-    dt_tensor *order = dt_sum_over(dt_mul(dt_exp(ln_p), ln_p), DT_ALL); /* negative entropy */
-    dt_tensor *actor = dt_affine(dt_sub(dt_affine(order, a_entropy, 0), gain), 1 / denominator, 0);
+    dt_tensor *minus_entropy = dt_sum_over(dt_mul(dt_exp(ln_p), ln_p), DT_ALL);
+    dt_tensor *bonus = dt_affine(minus_entropy, a_entropy, 0);
+    dt_tensor *actor = dt_affine(dt_sub(bonus, gain), 1 / denominator, 0);
     actor = dt_cast(actor, DT_F64); /* the type of dt_mse */
     return s->apart ? actor : dt_add(actor, critic);
 }
