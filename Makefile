@@ -79,10 +79,11 @@ WHOLE       = $(B)/test_kernels $(B)/test_cuda_shim $(B)/test_fake_cuda $(B)/tes
 PUBLIC      = $(if $(filter no,$(SHARE)),,$(patsubst %,$(B)/test_%,checkpoint_kills many_ranks memory models schedule \
                 seeds overlap tokenizer trace file_safety))
 SHARING     = $(if $(filter no,$(SHARE)),,$(filter-out $(WHOLE) $(PUBLIC),$(TESTS)))
+HELPERS     = $(patsubst %,$(B)/%,net_rank packets power mpi_ranks mpi_mismatch)
 $(PUBLIC): $(B)/tests_implementation.o $(B)/tests_kernels.o
-$(SHARING) $(B)/net_rank $(B)/packets $(B)/power: $(B)/tests_kernels.o
+$(SHARING) $(HELPERS): $(B)/tests_kernels.o
 # These take longer to compile than to run, so they are not optimised, unless TFLAGS are given.
-QUICK = $(B)/net_rank $(B)/packets $(B)/power \
+QUICK = $(HELPERS) \
     $(patsubst %,$(B)/test_%,account attack checkpoint_faults checkpoint_kills comm_procs comm_started faults file_safety files fuzz gpt grad_dtype groups \
           io_thread launch_env layers lora many_ranks memory mismatch misuse models moe muon nan onebit ops overlap parallel pipe placements \
           precision rendezvous replicas schedule seeds tensor tokenizer trace)
@@ -96,7 +97,7 @@ $(B)/test_fake_cuda: OWN = -isystem $(CUDA_HOME)/include
 $(B)/test_fake_kernels: OWN = -isystem $(CUDA_HOME)/include $(B)/fake_cuda.o
 $(B)/test_fake_kernels: $(B)/fake_cuda.o
 $(B)/test_fuzz: $(wildcard tests/fuzz/*.[ch]) examples/train_gpt.c
-$(SHARING) $(B)/net_rank $(B)/packets $(B)/power: OWN = -DDT__TENSOR_TABLE $(UNUSED) $(B)/tests_kernels.o
+$(SHARING) $(HELPERS): OWN = -DDT__TENSOR_TABLE $(UNUSED) $(B)/tests_kernels.o
 $(PUBLIC): OWN = $(IMPLEMENTED) $(B)/tests_implementation.o $(B)/tests_kernels.o
 # KFLAGS: kernels.o, which demo and the ladder link, is not sanitized. The tests, and the train_gpt of test_sanitized.sh,
 # link tests_kernels.o, which is.
@@ -121,7 +122,7 @@ ubsan: ; @$(call SANITIZE,-fsanitize=undefined -fno-sanitize-recover=undefined)
 tsan:  ; @$(call SANITIZE,-fsanitize=thread)
 comma := ,
 sanitized:
-	@B=$(B) tests/run.sh $(or $(T),programs)
+	@B=$(B) CASES=all tests/run.sh $(or $(T),programs)
 
 bench: $(BENCHES)
 	@for p in $^; do echo "== $$p"; $$p || exit 1; done
@@ -140,7 +141,8 @@ fuzz: $(FUZZERS)
 
 # The full campaigns. B=build-asan runs the programs of that folder.
 faults: $(B)/test_faults $(B)/test_mismatch $(B)/test_attack $(B)/test_fuzz $(B)/test_checkpoint_faults \
-        $(B)/test_checkpoint_kills $(B)/test_offload $(B)/test_memory $(B)/test_cuda_races $(B)/train_gpt
+        $(B)/test_checkpoint_kills $(B)/test_offload $(B)/test_memory $(B)/test_cuda $(B)/test_cuda_races \
+        $(B)/test_matrix_gpu $(B)/test_matrix $(B)/test_comm $(B)/test_comm_ops $(B)/test_tcp $(B)/train_gpt
 	@B=$(B) tests/faults/run.sh
 
 clean:

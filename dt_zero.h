@@ -5100,7 +5100,7 @@ static dt_status dt__zero_step_begin(dt_zero *zero, const double *lr) {
     if (zero->ema_swapped)
         return dt_fail(ctx, DT_ERR_ARG,
             "dt_zero_step: step %lld: the weights are exchanged with their EMA: call "
-            "dt_zero_swap_ema before the step",
+            "dt_zero_swap_ema again before the step",
             (long long)zero->step + 1);
     if (!lr) return dt_fail(ctx, DT_ERR_ARG, "dt_zero_step: the learning rates are NULL");
     for (int k = 0; k < zero->n_param_groups; k++) {

@@ -26,8 +26,10 @@ needs="gcc:gcc g++:g++ clang:clang clang-format:clang-format patch:patch aarch64
        slurmctld:slurm-wlm
        mkfs.ext4:e2fsprogs mkfs.xfs:xfsprogs mkfs.btrfs:btrfs-progs"
 
-install_needs() {
-    local need missing=() log
+# Installs missing packages in the background, because downloads take a minute in which programs can compile; only
+# missing compilers are waited for.
+start_needs() {
+    local need missing=()
     for need in $needs; do
         case $need in
         lib*) /sbin/ldconfig -p 2>/dev/null | grep -q "${need%%:*}" ;;
@@ -42,11 +44,16 @@ install_needs() {
         return
     fi
     echo "deps: installing ${missing[*]}"
-    log=$(mktemp)
-    { apt-get -q update && DEBIAN_FRONTEND=noninteractive apt-get -qy install --no-install-recommends "${missing[@]}"; } \
-        >"$log" 2>&1 </dev/null || { echo "deps: apt-get failed; tests that need these packages are skipped"; tail -n 3 "$log"; }
-    rm -f "$log"
+    {
+        apt-get -q update && DEBIAN_FRONTEND=noninteractive apt-get -qy install --no-install-recommends "${missing[@]}" ||
+            { echo "deps: apt-get failed; tests that need these packages are skipped"; tail -n 3 "$R/needs.log"; } >&3
+    } 3>&1 >"$R/needs.log" 2>&1 </dev/null &
+    installer=$!
+    case " ${missing[*]} " in *" gcc "* | *" g++ "*) end_needs ;; esac
 }
+
+installer= # the process that installs packages
+end_needs() { while kill -0 "$installer" 2>/dev/null; do sleep 0.2; done; } # waits until they are installed
 
 VENV=${VENV:-${XDG_CACHE_HOME:-$HOME/.cache}/dt-tests/venv} python=0
 
@@ -63,6 +70,7 @@ end_python() { # sets PYTHON, and torchrun for test_launch.sh, or NO_TORCH, the 
     status=$?
     python=0
     if [ $status = 0 ]; then
+        export PYTHONPYCACHEPREFIX=$VENV/pycache PYTHONDONTWRITEBYTECODE= # compiled once, outside of this folder
         export PYTHON=$VENV/bin/python DT_TORCHRUN="${DT_TORCHRUN:-$VENV/bin/python -m torch.distributed.run}"
     else
         export NO_TORCH="installing PyTorch: $(tail -n 1 "$R/venv.log" | tr -d '\r' | cut -c1-200) (status $status)"
@@ -172,8 +180,16 @@ run_all() { # run_all NAME...
     beside=()
     compile "${programs_of_scripts[@]}" "${chosen[@]}"
     for name in "${chosen[@]}"; do ! buildable "$name" || beside+=("$name"); done
-    { for name in "${beside[@]}"; do start_beside $LANES "$name"; done; wait; } &
-    compile "$@"
+    {
+        for name in "${beside[@]}"; do
+            case $name in test_bench.sh | test_power.sh) end_needs ;; esac
+            start_beside $LANES "$name"
+        done
+        wait
+    } &
+    of "test_cuda_races test_cuda test_cuda_blas" "$@" # which take longest to compile, so they come first
+    compile "${chosen[@]}" "$@"
+    end_needs
     of "$together" "$@"
     for name in "${chosen[@]}"; do
         buildable "$name" || continue
@@ -210,7 +226,7 @@ elif [ $# -gt 0 ]; then
     keep=(); for p in "${scripts[@]}"; do [[ $wanted == *" $p "* ]] && keep+=("$p"); done; scripts=("${keep[@]}")
     [ $((${#programs[@]} + ${#scripts[@]})) -gt 0 ] || { echo "no such test: $*" >&2; exit 2; }
 else
-    install_needs
+    start_needs
 fi
 programs_of_scripts=()
 [ ${#scripts[@]} = 0 ] || [ "${scripts[*]}" = sanitized ] ||

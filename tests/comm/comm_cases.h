@@ -105,13 +105,16 @@ static void data_make(cases *s) {
 }
 
 /* Makes all cases for n ranks; for many ranks with fewer types and counts. */
+/* `stride` is that of all cases (check_all_cases); else half as many run. */
+static int stride_of(int stride) { return check_all_cases() ? stride : 2 * stride; }
+
 static cases cases_make(int n, int stride) {
     size_t few[] = { 0, 1, (size_t)n - 1, (size_t)n, (size_t)n + 1, 17, OVER_EAGER, LONG },
            many[] = { 1, 17, 33, 300 };
     cases s;
     memset(&s, 0, sizeof s);
     s.n = n;
-    s.stride = stride;
+    s.stride = stride_of(stride);
     s.type_set = n <= 9 ? ALL_TYPES : 1 | 8;
     s.algorithm_set = 31;
     s.all_ops = n <= 9;
@@ -128,7 +131,7 @@ __attribute__((unused)) static cases cases_windows(int n, int stride) {
     cases s;
     memset(&s, 0, sizeof s);
     s.n = n;
-    s.stride = stride;
+    s.stride = stride_of(stride);
     s.type_set = n == 3 ? 1 | 8 : 1;
     s.algorithm_set = n == 3 ? 31 : 1 | 1 << DT_DIRECT;
     s.sweep_only = 1;
@@ -144,7 +147,7 @@ __attribute__((unused)) static cases cases_bytes(int n, int stride) {
     cases s;
     memset(&s, 0, sizeof s);
     s.n = n;
-    s.stride = stride;
+    s.stride = stride_of(stride);
     s.type_set = BYTES;
     s.algorithm_set = 31;
     s.all_ops = s.sweep_only = 1;

@@ -1,10 +1,10 @@
 // cuda_cases.h - compares kernels of dt_kernels.cu with the CPU's: arrays and their comparison
 //
 // The kernels run through cuda_on_cpu.h, so no GPU and no CUDA toolkit are needed. Each call is
-// made once with the CPU's table and, on copies of the same memory, in three lane orders with
-// CUDA's table. The status must agree, results must be within 1e-6 (equal bits where the kernel
-// promises them), the three orders must agree in every bit, and inputs and the bytes around every
-// array must be unchanged. 16-bit results may differ by one more rounding.
+// made once with the CPU's table and, on copies of the same memory, in up to three lane orders with
+// CUDA's table (draw_orders). The status must agree, results must be within 1e-6 (equal bits where
+// the kernel promises them), the orders must agree in every bit, and inputs and the bytes around
+// every array must be unchanged. 16-bit results may differ by one more rounding.
 //
 // With -DCUDA_ON_GPU the kernels run on a GPU (cuda_on_gpu.h), three times instead of in three
 // orders.
@@ -203,21 +203,35 @@ static dt_status wait_for(const dt_kernels *t, void *queue) {
     return t->sync ? t->sync(queue) : DT_OK;
 }
 
-// The race detector takes ten times as long as the kernels, so it sees a quarter of the cases, drawn
-// by number; all of them with RACES=all, as make faults and the mutants have it.
-static bool drawn() {
-    static const char *const all = getenv("RACES");
+// The lane orders of a case, a range of ORDERS, from its number. A quarter of the cases, drawn by
+// number, have all orders, and the others one order each, by turns. The race detector takes ten
+// times as long, and sees an eighth of the cases. With CASES=all, on a GPU and in
+// test_cuda_blas.cc, all cases have all orders.
+struct order_range {
+    size_t begin, end;
+};
+static order_range draw_orders(size_t orders) {
     static uint32_t n;
-    return all || (n++ * 2654435761u >> 16) % 4 == 0;
+#if defined(CUDA_ON_GPU) || defined(DTC_QUEUED)
+    static const bool all = true;
+#else
+    static const bool all = check_all_cases();
+#endif
+    uint32_t number = n++;
+    const uint32_t one_in = CUDA_ORDERS == 1 ? 8 : 4;
+    if (all || (number * 2654435761u >> 16) % one_in == 0) return { 0, orders };
+    if (CUDA_ORDERS == 1) return { 0, 0 };
+    return { number % orders, number % orders + 1 };
 }
 
 // Makes one call with both tables and compares, as described at the top.
 static void compare(
     const std::string &what, const arrays &start, const runner &run, size_t orders = 3) {
-    if (CUDA_ORDERS == 1 && !drawn()) return;
+    const order_range range = draw_orders(orders < CUDA_ORDERS ? orders : CUDA_ORDERS);
+    if (range.begin == range.end) return;
     arrays want = start, first;
     dt_status status = run(dt_kernels_cpu(), want);
-    for (size_t o = 0; o < orders && o < CUDA_ORDERS; o++) {
+    for (size_t o = range.begin; o < range.end; o++) {
         arrays got = start;
         dtc_set_order(ORDERS[o].order, ORDERS[o].seed);
         dt_status answer = run(dt_kernels_cuda(), got);
@@ -226,7 +240,7 @@ static void compare(
         check_no_mistake(what);
         CHECK_MSG(answer == status, "%s: %s, not %s", what.c_str(), dt_status_name(answer),
             dt_status_name(status));
-        if (o == 0)
+        if (o == range.begin)
             for (const array &a : got) first.push_back(a);
         for (size_t i = 0; i < got.size() && status == DT_OK; i++) {
             CHECK_MSG(agrees(what, i, got[i], want[i]), "%s: array %zu differs from the CPU's",

@@ -2,8 +2,9 @@
 # run.sh - what "make faults" does: the full campaigns, one after another; last line "N passed, N failed, N skipped"
 #
 # test_faults, test_mismatch, test_attack, test_fuzz, test_checkpoint_faults, test_checkpoint_kills and test_offload in
-# full, the memory promises of 500 configurations, the race detector on all cases, each other script in tests/faults,
-# test_mpi.sh in full with each MPI, the compilers of test_headers.sh in full, and test_tokenizer.sh with 10 MB of text. B is the folder of the programs.
+# full, the memory promises of 500 configurations, all cases (CASES=all) of the tests that run a part of them in
+# make test, each other script in tests/faults, test_mpi.sh in full with each MPI, the compilers of test_headers.sh in
+# full, and test_tokenizer.sh with 10 MB of text and all code points. B is the folder of the programs.
 cd "$(dirname "$0")/../.." || exit 1
 B=${B:-build}
 export B
@@ -34,13 +35,16 @@ campaign "$B/test_fuzz" full
 campaign "$B/test_checkpoint_faults" full
 campaign "$B/test_checkpoint_kills" full
 campaign "$B/test_memory" 500
-campaign env RACES=all "$B/test_cuda_races"
+for test in test_cuda test_cuda_races test_matrix test_matrix_gpu test_comm test_comm_ops test_tcp; do
+    campaign env CASES=all "$B/$test"
+done
 campaign "$B/test_offload" full
 for script in tests/faults/*.sh; do
     [ "${script##*/}" = run.sh ] || campaign bash "$script"
 done
-campaign env ALL=yes bash tests/comm/test_mpi.sh
+campaign env ALL=yes CASES=all bash tests/comm/test_mpi.sh
 campaign env FULL=yes bash tests/programs/test_headers.sh others examples
+for script in index parts; do campaign env CASES=all bash "tests/programs/test_$script.sh"; done
 venv=${VENV:-${XDG_CACHE_HOME:-$HOME/.cache}/dt-tests/venv} # tests/run.sh installs it
 [ -n "$PYTHON" ] || [ ! -e "$venv/ready" ] || export PYTHON=$venv/bin/python
 campaign env MB=10 bash tests/programs/test_tokenizer.sh

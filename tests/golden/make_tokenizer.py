@@ -4,9 +4,9 @@ Public domain or MIT, at your choice; see LICENSE.
 
 Run:    python3 make_tokenizer.py OUT                writes OUT/gpt2.json, llama3.json, qwen.json and vectors.json
         python3 make_tokenizer.py --check OUT        has the package the ids of OUT/vectors.json?
-        python3 make_tokenizer.py --full OUT MB      larger vocabularies; OUT/text, MB megabytes and every code point;
-                                                     OUT/lengths, the bytes of its parts; OUT/NAME.ids, for each part
-                                                     the number of its ids and the ids (all int32)
+        python3 make_tokenizer.py --full OUT MB      larger vocabularies; OUT/text, MB megabytes and many code points, from
+                                                     10 MB on all; OUT/lengths, the bytes of its parts; OUT/NAME.ids, for
+                                                     each part the number of its ids and the ids (all int32)
         python3 make_tokenizer.py --shard FILE TEXT OUT   writes TEXT's tokens as an llm.c shard; prints the vocabulary's size
         python3 make_tokenizer.py --trained FILE TEXT VOCAB   trains on TEXT and compares with FILE: prints ok or WRONG
 Needs tokenizers.
@@ -19,6 +19,7 @@ import os
 import random
 import struct
 import sys
+import unicodedata
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -138,10 +139,20 @@ def check(out):
         assert ids == v["ids"], v
 
 
+def code_points(every):
+    """All code points, or those on both sides of each border between two categories or two combining classes, which tables
+    of ranges may have wrong, and one of every 61."""
+    kind = [(unicodedata.category(chr(c)), unicodedata.combining(chr(c))) for c in range(0x110000)]
+    kind.append(None)
+    return [c for c in range(1, 0x110000) if not 0xD800 <= c < 0xE000 and
+            (every or c % 61 == 0 or kind[c] != kind[c - 1] or kind[c] != kind[c + 1])]
+
+
 def full(out, megabytes):
-    text = sources()
-    train = text + generated(3, len(text) // 4)
     size = int(megabytes * 1e6)
+    text = sources()[: 2 * size]
+    train = text + generated(3, len(text) // 4)
+    points = [chr(c) for c in code_points(every=megabytes >= 10)]
     whole = (text * (1 + size // len(text)))[: size // 2] + generated(4, size // 2)
     r = random.Random(5)
     parts, at = [], 0
@@ -151,8 +162,8 @@ def full(out, megabytes):
         at += n
     parts += ["\u0300" * 5000, "a" * 20000, " " * 20000, "\u0323\u0301" * 1000]
     parts += [chr(c) for c in range(0x250, 0x110000, 37) if not 0xD800 <= c < 0xE000]
-    parts.append("".join(chr(c) + "x" for c in range(1, 0x110000) if not 0xD800 <= c < 0xE000))
-    parts.append("".join("\u0345" + chr(c) + "\u0334" for c in range(1, 0x110000) if not 0xD800 <= c < 0xE000))
+    parts.append("".join(c + "x" for c in points))
+    parts.append("".join("\u0345" + c + "\u0334" for c in points))
     with open(os.path.join(out, "text"), "wb") as f, open(os.path.join(out, "lengths"), "wb") as g:
         for p in parts:
             data = p.encode()

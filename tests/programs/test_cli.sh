@@ -241,7 +241,7 @@ try 2 'torn.safetensors' --model "$dir/torn.safetensors" --data "$dir/shard"
 
 # ---- runs that fail: every rank ends, and one line names the rank that failed first
 try 1 'rank [0-9]+.*(NaN|nan|inf|finite)' $tiny --data "$dir/text" --optimizer sgd --lr 1e3 --clip 0 --ranks 4 --steps 50
-try 1 'rank [0-9]+.*refused|memory|refused' --layers 1 --width 1000000 --heads 1 --seq 16 --batch 2 --ranks 2 --steps 1 --data "$dir/text"
+try 1 'rank [0-9]+.*refused|memory|refused' --layers 1 --width 400000 --heads 1 --seq 16 --batch 2 --ranks 2 --steps 1 --data "$dir/text"
 
 # ---- the output of a run
 try 0 '' $tiny --data "$dir/text" --ranks 2 --zero 1 --log-csv "$dir/f.csv" --generate 20

@@ -251,7 +251,8 @@ group_compile() {
             fi
             job "$cc $std $h: declarations, then implementation" declared_then_implemented "$d" $x $cc $flags
             twos+=("$cc $std $h: implementation and use in two files" $((n_jobs - 1)) "$d" $x "$cc $flags")
-            if [ $cc = g++ ] && have clang++; then job "$cc $std $h: DT_STATIC" "${parse[@]}" "$d/a.$x"
+            # clang and clang++ build both files, where they are among the compilers
+            if [[ $cc == g* && $CONFIGS == *clang* ]] && have clang++; then job "$cc $std $h: DT_STATIC" "${parse[@]}" "$d/a.$x"
             else job "$cc $std $h: DT_STATIC in two files" static_twice "$d" $x $cc $flags; fi
         done
     done
@@ -574,7 +575,8 @@ run_example() { # run_example DIR COMMAND: the command builds train.c to a.out i
 }
 
 group_examples() {
-    local h d line i only
+    local h d line i only fast=cc
+    have clang && fast=clang    # the faster compiler, except for the last header's build line
     for h in $(tac -s ' ' <<<"$HEADERS "); do   # the last first: it takes longest
         d=$T/example.$h
         mkdir -p "$d"
@@ -582,6 +584,7 @@ group_examples() {
         grep -q 'int main' "$d/train.c" || echo '#error "no program under QUICK EXAMPLE"' >"$d/train.c"
         line=$(build_line "$h" cc)
         [ -n "$FULL" ] && [ "$h" = "${HEADERS##* }" ] || line=${line/ -O3 / -O0 }
+        [ -n "$FULL" ] || [ "$h" = "${HEADERS##* }" ] || line=${line/#cc /$fast }
         cp dt_*.h "$d"
         [ "$h" != "${HEADERS##* }" ] || strict_cc "$d/bin"      # which only the last has
         PATH=$d/bin:$PATH job "examples $h: QUICK EXAMPLE by its build line '$line'" run_example "$d" "${line:-false}"
@@ -621,7 +624,7 @@ group_examples() {
                 check "examples README.md: the diff applies" "$T/patch.log"
                 continue
             fi
-            job "examples README.md: program $i" run_example "$d" "cc -O0 train.c -lm -lpthread"
+            job "examples README.md: program $i" run_example "$d" "$fast -O0 train.c -lm -lpthread"
         done
         [ $i -gt 0 ] || job "examples README.md: has a program" false
     else

@@ -6,6 +6,7 @@
 cd "$(dirname "$0")/../.." || exit 1
 . tests/support/slow.sh
 B=${B:-build} MAKE=${MAKE:-make} PYTHON=${PYTHON:-python3}
+[ -n "$PYTHONPYCACHEPREFIX" ] || export PYTHONDONTWRITEBYTECODE=1
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
 find='from importlib.util import find_spec; exit(not all(map(find_spec, ["torch", "transformers", "numpy"])))'
@@ -15,7 +16,7 @@ if ! "$PYTHON" -c "$find" >/dev/null 2>&1; then
     exit 0
 fi
 $MAKE -s "$B/test_gpt" && "$B/test_gpt" --save "$dir" && \
-    PYTHONDONTWRITEBYTECODE=1 "$PYTHON" tests/golden/make_hf.py --check "$dir" >"$dir/said" 2>"$dir/err"
+    "$PYTHON" tests/golden/make_hf.py --check "$dir" >"$dir/said" 2>"$dir/err"
 grep -E '^(ok|WRONG)' "$dir/said" 2>/dev/null | sed 's/^WRONG/FAIL/'
 : >>"$dir/said"
 passed=$(grep -c '^ok' "$dir/said") failed=$(grep -c '^WRONG' "$dir/said")
@@ -40,7 +41,7 @@ for layout in "${layouts[@]}"; do
         timeout $((60 * SLOW)) "$B/train_gpt" $train --resume "$saved" --log-csv "$saved.csv" >>"$dir/err" 2>&1
     steps+=("$(tail -n 1 "$saved.csv" 2>/dev/null | cut -d, -f1,2)")
 done
-PYTHONDONTWRITEBYTECODE=1 "$PYTHON" tests/golden/next_loss.py "$dir/text" 32 24 8 "${folders[@]}" >"$dir/losses" 2>>"$dir/err"
+"$PYTHON" tests/golden/next_loss.py "$dir/text" 32 24 8 "${folders[@]}" >"$dir/losses" 2>>"$dir/err"
 mapfile -t losses <"$dir/losses"
 for i in "${!layouts[@]}"; do
     next=${steps[i]}

@@ -26,9 +26,12 @@ while IFS=$'\t' read -r term place lines what; do
 done <"$T/found"
 [ "$(wc -l <"$T/found")" = "$(grep -c . $here/index_terms.txt)" ] || { echo "FAIL index.awk lost terms"; failed=$((failed + 1)); }
 
-# Planted: a concept whose name is removed from the headers must not be found.
+# Planted: a concept whose name is removed from the headers must not be found. Every third one, with CASES=all all.
+n=0
 while IFS=$'\t' read -r term place lines what; do
     [ "$place" != - ] || continue
+    n=$((n + 1))
+    [ "$CASES" = all ] || [ $((n % 3)) = 0 ] || continue
     mkdir -p "$T/examples"
     for f in $files; do sed "s/$term/withheld/Ig" $f >"$T/$f"; done
     look $(printf "$T/%s " $files) >"$T/planted"

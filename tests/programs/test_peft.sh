@@ -6,6 +6,7 @@
 cd "$(dirname "$0")/../.." || exit 1
 . tests/support/slow.sh
 B=${B:-build} MAKE=${MAKE:-make} PYTHON=${PYTHON:-python3}
+[ -n "$PYTHONPYCACHEPREFIX" ] || export PYTHONDONTWRITEBYTECODE=1
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
 find='from importlib.util import find_spec; exit(not all(map(find_spec, ["torch", "transformers", "peft"])))'
@@ -29,7 +30,7 @@ mkdir "$dir/merged"
 cp -r tests/golden/lora/base tests/golden/lora/adapter "$dir"
 run() { timeout $((60 * SLOW)) "$B/train_gpt" --data "$dir/tokens" --model "$dir/base" --seq 16 --batch 4 --quiet "$@" 2>>"$dir/err"; }
 adam="--steps 20 --lr 1e-2 --lr-schedule constant --clip 0"
-python() { PYTHONDONTWRITEBYTECODE=1 "$PYTHON" tests/golden/make_lora.py "$@" 2>>"$dir/err"; }
+python() { "$PYTHON" tests/golden/make_lora.py "$@" 2>>"$dir/err"; }
 
 # PEFT's adapter, trained by both; then train_gpt's, read by PEFT
 python --train "$dir" "$dir/tokens" >"$dir/theirs"

@@ -9,7 +9,8 @@
 cd "$(dirname "$0")/../.." || exit 1
 . tests/support/slow.sh
 B=${B:-build} MAKE=${MAKE:-make} PYTHON=${PYTHON:-python3}
-export PYTHONDONTWRITEBYTECODE=1 TOKENIZERS_PARALLELISM=false
+[ -n "$PYTHONPYCACHEPREFIX" ] || export PYTHONDONTWRITEBYTECODE=1
+export TOKENIZERS_PARALLELISM=false
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
 if ! "$PYTHON" -c 'import tokenizers' >/dev/null 2>&1; then

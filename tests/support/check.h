@@ -15,6 +15,8 @@
 
 #include <stdarg.h>
 #include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
 /* 1 if the program is compiled with AddressSanitizer; the headers then allocate each tensor
    separately, so sizes and numbers of allocations differ. */
@@ -49,6 +51,13 @@ __attribute__((format(printf, 4, 5))) static inline int check_report(
     fflush(stdout); /* so that a crash right after does not lose the line */
     __atomic_fetch_add(&check_failed, 1, __ATOMIC_RELAXED);
     return 0;
+}
+
+/* 1 with CASES=all in the environment, as make faults, the sanitizers and the mutants have it; else
+   the longest tests run a part of their cases. */
+static inline int check_all_cases(void) {
+    const char *cases = getenv("CASES");
+    return cases && strcmp(cases, "all") == 0;
 }
 
 /* Counts a part of the test that cannot run on this machine, and prints the reason. */

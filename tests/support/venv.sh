@@ -12,6 +12,7 @@ exec 9>"$dir.lock"
 flock 9 2>/dev/null     # two runs at the same time: the second finds it ready
 [ -e "$dir/ready" ] && exit
 rm -rf "$dir"
+export PYTHONPYCACHEPREFIX=$dir/pycache PYTHONDONTWRITEBYTECODE= # as in run.sh
 python3 -m venv "$dir" || exit
 pip() { "$dir/bin/python" -m pip --disable-pip-version-check -q install --no-compile "$@"; }
 pip --no-deps torch==$torch nvidia-cuda-runtime==13.* || exit
