@@ -648,17 +648,20 @@ static void check_text(const char *text, const fake *f) {
         CHECK_MSG((strstr(text, ", byte 0: ") == NULL) == (f->how == HALF_THEN_FAILS), "%s", text);
 }
 
-/* All ranks have completed the same steps; memory and the current slot equal those of a good run
-   after these steps. */
+/* All ranks have completed the same steps; or the rank with the fault is one step ahead, if it
+   fails before the others have left the last collective of a step. Memory and the current slot equal
+   those of a good run after these steps. */
 static void check_unchanged(const way *w, const job *good, const job *j) {
     const fake *f = j->disk;
-    int done = j->rank[0].done;
+    int at_fault = j->rank[f->rank].done;
     for (int r = 0; r < j->ranks; r++) {
         const seen *s = &j->rank[r];
+        int done = s->done;
         size_t bytes = (size_t)s->slot_bytes;
         CHECK_MSG(s->status != DT_OK, "%s: rank %d does not know of the failure", w->name, r);
-        CHECK_MSG(
-            s->done == done, "%s: rank %d made %d steps, rank 0 %d", w->name, r, s->done, done);
+        CHECK_MSG(done == at_fault || (r != f->rank && done == at_fault - 1),
+            "%s: rank %d made %d steps, rank %d with the fault %d", w->name, r, done, f->rank,
+            at_fault);
         if (s->kept_at_end == 0) continue; /* dt_zero_make failed */
         CHECK_MSG(s->kept_at_end == good->rank[r].kept[done],
             "%s: %s %ld of rank %d, way %d: after %d steps rank %d "
