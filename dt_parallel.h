@@ -57,7 +57,8 @@
         vocabulary-parallel embedding, vocabulary-parallel cross-entropy, grouped-query attention)
      4. Context parallelism (ring attention, zig-zag, Ulysses, all-gather context parallelism)
      5. Expert parallelism (mixture of experts (MoE), router, expert capacity, token dispatch,
-        token combine, load-balancing loss, sigmoid routing, group-limited routing)
+        token combine, load-balancing loss, sigmoid routing, group-limited routing, expert
+        folding)
      6. Pipeline schedules (GPipe (AFAB), 1F1B, interleaved 1F1B, zero bubble (ZB-H1), ZB-V,
         DualPipe-V, bubble fraction, schedules from a file)
      7. Pipeline parallelism (stages, micro-batches, tied embeddings)
@@ -103,13 +104,18 @@ extern "C" {
 
 // ==== 1. Process mesh ===========================================================================
 
-/* Number of ranks along each axis. The product of all axes is the total number of ranks. */
+/* Number of ranks along each axis. The product of all axes except expert_tp is the total number of
+   ranks; with expert folding, ep is no factor of it either. */
 typedef struct dt_mesh_desc {
     int dp; /* data; 0 means the total number of ranks divided by the product of the other axes */
     int tp; /* tensor; here and in the fields below 0 means 1 */
     int cp; /* context */
     int pp; /* pipeline */
     int ep; /* expert */
+    /* Expert folding: 0: none, ep is an axis beside the others, and tp shards each expert; N >= 1:
+       N ranks shard each expert, and ep and expert_tp divide the dp x cp x tp ranks of a pipeline
+       stage anew */
+    int expert_tp;
 } dt_mesh_desc;
 
 /* Process mesh (device mesh): this rank's process group along every axis. A group of one rank is
@@ -122,26 +128,48 @@ typedef struct dt_mesh_desc {
 
    tp varies fastest, so that the ranks of a tp group are neighbours on the fastest links:
 
-       rank = (((pp*DP + dp)*EP + ep)*CP + cp)*TP + tp */
+       rank = (((pp*DP + dp)*EP + ep)*CP + cp)*TP + tp
+
+   Expert folding (Megatron-LM's MoE parallel folding: D. Liu et al., arXiv:2504.14960): the dense
+   layers arrange the ranks of a pipeline stage as dp x cp x tp, and the experts arrange the same
+   ranks as expert_data x ep x expert_tp. For example tp 2 x cp 2 with ep 4 and expert_tp 1:
+
+                dense layers                             experts
+                tp 0   tp 1
+        cp 0   rank 0 rank 1     ep 0   rank 0    ep 1   rank 1     each rank has a quarter of the
+        cp 1   rank 2 rank 3     ep 2   rank 2    ep 3   rank 3     experts, and each expert whole
+
+       rank = (((pp*DP + dp)*CP + cp)*TP + tp
+            = ((pp*EXPERT_DATA + expert_data)*EP + ep)*EXPERT_TP + expert_tp */
 typedef struct dt_mesh {
     dt_comm *world, *dp, *tp, *cp, *pp, *ep;
+    /* group that shards the hidden size of each expert: tp, or a group of its own with expert
+       folding */
+    dt_comm *expert_tp;
+    /* group of dt_dispatch, which together has every expert once: ep, or with expert folding
+       ep x expert_tp */
+    dt_comm *dispatch;
     /* group along dp, ep and cp: the ranks that hold replicas of the same dense parameter and
        process different parts of the data */
     dt_comm *data;
-    /* group along dp and cp: the ranks that hold replicas of the parameters of the same experts,
-       which are sharded over ep */
+    /* the ranks that hold replicas of the parameters of the same experts, which are sharded over ep
+       and expert_tp: the group along dp and cp, or with expert folding the ranks of the stage that
+       have the same coordinates along ep and expert_tp */
     dt_comm *expert_data;
-    dt_mesh_desc sizes; /* number of ranks along each axis, at least 1 */
+    /* number of ranks along each axis, at least 1, except that sizes.expert_tp is 0 without expert
+       folding */
+    dt_mesh_desc sizes;
     dt_mesh_desc coord; /* this rank's coordinate along each axis, from 0 */
     /* Each replica reads its own part of the batch. This rank belongs to replica number
-       coord.dp * EP + coord.ep; there are DP * EP replicas. */
+       coord.dp * EP + coord.ep; there are DP * EP replicas. With expert folding ep does not count:
+       replica number coord.dp of DP. */
     int replica, replicas;
 } dt_mesh;
 
-/* [local] Replaces the zeros in *sizes by the values that they mean, and checks that the product of
-   the axes is `ranks`. On failure returns DT_ERR_ARG and writes to `text` a message with the sizes
-   and a valid choice. The function needs no context, so a program can refuse a layout before any
-   rank starts. */
+/* [local] Replaces the zeros in *sizes by the values that they mean, checks that the product of the
+   axes is `ranks`, and with expert folding that ep x expert_tp divides dp x cp x tp. On failure
+   returns DT_ERR_ARG and writes to `text` a message with the sizes and a valid choice. The function
+   needs no context, so a program can refuse a layout before any rank starts. */
 DT_API dt_status dt_mesh_resolve(dt_mesh_desc *sizes, int ranks, char *text, size_t text_bytes);
 /* [collective: world] Creates the process groups of every axis. They are named "dp", "tp" and so
    on, and each group has its own byte counters. After a failure all groups are NULL and `replicas`
@@ -410,6 +438,28 @@ DT_API void dt_cp_shard(
    dt_combine, the backward of dt_dispatch and the backward of dt_combine each send the same number
    of rows.
 
+   Expert folding (dt_mesh_desc.expert_tp = N): every rank of the stage dispatches tokens of its
+   own, so x is sharded over tp along the tokens inside of the layer, as sequence parallelism shards
+   it outside:
+
+       x = dt_redistribute(x, tp, outside, DT_SHARD(1));   // under sequence parallelism x itself
+       // desc.outside = DT_SHARD(1), desc.expert_tp = N
+       dt_routing *r = dt_route(x, w, desc);
+       dt_tensor *h = dt_dispatch(x, r, mesh.dispatch);    // to all N ranks of the expert
+       ...                                                 // .row_parallel = mesh.expert_tp
+       h = dt_combine(h, r);                               // adds the N partial results, too
+       dt_tensor *y = dt_redistribute(h, tp, DT_SHARD(1), outside);
+
+   The N ranks that shard an expert may hold different tokens, so each of them needs the rows of all
+   N. dt_dispatch sends a row directly to the N ranks, and dt_combine adds the partial sums that
+   come back. A rank receives the same bytes as from Megatron-LM's all-to-all over ep with an
+   all-gather over expert_tp after it: with R rows for its experts it receives R (1 - 1/(ep N)) of
+   them from other ranks if the tokens are spread evenly. The experts' parameters have the shards
+   { expert_tp, .. } in place of { tp, .. }, and b2 has the gradient placement
+   { expert_tp, DT_GRAD_PARTIAL }. The router's weight, and every parameter of the experts that is
+   not sharded because ep and expert_tp have one rank, has the gradient placement
+   { tp, DT_GRAD_PARTIAL }.
+
    Decisions about a whole sequence (expert capacity, load balance) use the choices of all tokens of
    the sequence, even if several ranks hold these tokens. So every layout drops the same tokens and
    has the same counts. The ranks exchange choices and counts in host memory; dt_comm_bytes does not
@@ -418,7 +468,7 @@ DT_API void dt_cp_shard(
 
 /* Statistics of a router. dt_route adds to every field, except while a block is recomputed. The
    statistics cover only the tokens that this rank passed to dt_route. For the totals, sum the
-   fields over the mesh's data group, and also over tp if `outside` is DT_SHARD(1). */
+   fields over the mesh's data group, and also over tp if dt_route_desc.outside is DT_SHARD(1). */
 typedef struct dt_route_counts {
     /* (E), the caller's array, or NULL: number of choices of each expert, including dropped ones */
     double *experts;
@@ -477,16 +527,23 @@ typedef struct dt_route_desc {
     int groups, top_groups;
     int raw_gates; /* 1: the gates are the scores of the chosen experts, not divided by their sum */
     double scale;  /* factor of all gates, after the division; 0 means 1 */
+    /* Expert folding: dt_mesh.sizes.expert_tp, the number of ranks that shard each expert. If it is
+       not 0, the routing is for the tokens of x alone, and these are what dt_dispatch takes. Then
+       `outside` must be DT_SHARD(1) over tp, except under dt_no_grad: with DT_REPLICATE all ranks
+       of tp send the same tokens, and each gets all results */
+    int expert_tp;
 } dt_route_desc;
 
 /* Routing: which token goes to which expert. Read-only for the caller; lives until dt_reset. */
 typedef struct dt_routing {
     /* batch is B, the number of sequences. tokens is T, the number of tokens per sequence in this
-       rank's tensor-parallel region, which has the tokens of all ranks of tp. */
+       rank's tensor-parallel region, which has the tokens of all ranks of tp; with expert folding
+       T is T', the number in x. */
     int64_t batch, tokens;
     int64_t experts, k; /* E and k */
     /* (B,T,k) f32 (f64 in an f64 model): the weights of the chosen experts. Placement DT_COPY over
-       tp: every rank has all the weights, and each rank's gradient is a partial sum */
+       tp: every rank has all the weights, and each rank's gradient is a partial sum. With expert
+       folding their placement is that of x */
     dt_tensor *gates;
     /* (B,T,k) in host memory: each token's experts, best first; -1 for a dropped choice */
     int32_t *choices;
@@ -498,6 +555,7 @@ typedef struct dt_routing {
     /* private: */
     /* capacity: the most choices of one sequence that an expert takes from this rank; 0: none */
     int64_t max_choices;
+    int copies; /* number of ranks to which each row goes, those that shard its expert: 1 or more */
     struct dt__exchange *exchange; /* set by dt_dispatch */
 } dt_routing;
 
@@ -512,14 +570,16 @@ typedef struct dt_routing {
    tokens' part. Returns NULL after DT_ERR_SHAPE or DT_ERR_ARG; the error text names what does not
    match. In a dry run, choice j of token t of a sequence is expert (k t + j) mod E. */
 DT_API dt_routing *dt_route(dt_tensor *x, dt_tensor *w, dt_route_desc desc);
-/* [collective: ep] Token dispatch. Sends the tokens of x (B,T,C) to the ranks of their experts. x
-   has all tokens of the tensor-parallel region, as dt_tp_enter returns them. Returns rows (R,C) for
-   this rank's experts, ordered by expert, then source rank, then token. R may be 0. Fails with
-   DT_ERR_SHAPE if the number of ranks of ep does not divide E, or if x does not match the routing.
+/* [collective: comm] Token dispatch. Sends the tokens of x (B,T,C) to the ranks of their experts.
+   comm is dt_mesh.dispatch: ep, and with expert folding ep x expert_tp. x has all tokens of the
+   tensor-parallel region, as dt_tp_enter returns them; with expert folding it is the x of dt_route.
+   Returns rows (R,C) for this rank's experts, ordered by expert, then source rank, then token. R
+   may be 0. Fails with DT_ERR_SHAPE if the number of ranks of ep does not divide E, if expert_tp
+   does not divide the ranks of comm, or if x does not match the routing.
    R varies from step to step. If the router has a capacity, these rows, and all tensors computed
    row by row from them, have memory for the largest R; make the output of your own op with
    dt_new_rows. */
-DT_API dt_tensor *dt_dispatch(dt_tensor *x, dt_routing *routing, dt_comm *ep);
+DT_API dt_tensor *dt_dispatch(dt_tensor *x, dt_routing *routing, dt_comm *comm);
 
 typedef struct dt_expert_desc {
     int activation; /* a DT_ACT_* before DT_ACT_AFFINE; 0: none */
@@ -533,9 +593,11 @@ typedef struct dt_expert_desc {
    experts use w (local_experts,2,F,I) and dt_swiglu. */
 DT_API dt_tensor *dt_expert_linear(
     dt_tensor *x, const dt_routing *routing, dt_tensor *w, dt_tensor *b, dt_expert_desc desc);
-/* [collective: ep] Token combine. Sends rows (R,O) back to the ranks of their tokens. Returns
-   (B,T,O): for each token the sum of its rows times their gates, summed from its best choice on in
-   f32 (f64 in an f64 model) and rounded once. A token whose choices are all dropped gets 0. */
+/* [collective: comm of dt_dispatch] Token combine. Sends rows (R,O) back to the ranks of their
+   tokens. Returns (B,T,O): for each token the sum of its rows times their gates, summed from its
+   best choice on in f32 (f64 in an f64 model) and rounded once. With expert folding the rows are
+   partial sums over expert_tp, and the sum includes the partial sums of all ranks. A token whose
+   choices are all dropped gets 0. */
 DT_API dt_tensor *dt_combine(dt_tensor *rows, dt_routing *routing);
 /* [collective: the n groups; for a parameter at ZeRO-3 also its data group] Load balancing without
    an auxiliary loss, called after a step. `counts` (E) says how often each expert was chosen in the
@@ -1127,39 +1189,61 @@ static void *dt__object_made(dt__object *o) {
     return NULL;
 }
 
+/* Returns the largest divisor of n that is at most `most`. */
+static int dt__divisor_up_to(int n, int most) {
+    int d = most < n ? most : n;
+    while (n % d != 0) d--;
+    return d;
+}
+
+/* Checks that the experts can divide the ranks of a pipeline stage anew. */
+static dt_status dt__mesh_check_folding(const dt_mesh_desc *sizes, dt__strbuf *t) {
+    int ranks = sizes->dp * sizes->cp * sizes->tp, etp = sizes->expert_tp;
+    if (ranks % etp == 0 && ranks / etp % sizes->ep == 0) return DT_OK;
+    int choice = dt__divisor_up_to(ranks, etp);
+    return dt__strbuf_add(t,
+        "expert folding: ep %d x expert_tp %d does not divide dp %d x cp %d x tp %d = %d; use "
+        "ep %d and expert_tp %d",
+        sizes->ep, etp, sizes->dp, sizes->cp, sizes->tp, ranks,
+        dt__divisor_up_to(ranks / choice, sizes->ep), choice);
+}
+
 dt_status dt_mesh_resolve(dt_mesh_desc *sizes, int ranks, char *text, size_t text_bytes) {
     dt__strbuf t = dt__strbuf_in(text, text_bytes);
     if (!sizes) return DT_ERR_ARG;
-    int *axes[5] = { &sizes->dp, &sizes->tp, &sizes->cp, &sizes->pp, &sizes->ep };
+    int *axes[6] = { &sizes->dp, &sizes->tp, &sizes->cp, &sizes->pp, &sizes->ep,
+        &sizes->expert_tp };
+    char ep[24] = "";
     if (ranks < 1) return dt__strbuf_add(&t, "%d ranks; at least 1 is needed", ranks);
-    for (int i = 0; i < 5; i++) {
+    for (int i = 0; i < 6; i++) {
         if (*axes[i] < 0) return dt__strbuf_add(&t, "an axis of %d ranks; use 1 or more", *axes[i]);
-        if (i > 0 && *axes[i] == 0) *axes[i] = 1;
+        if (i > 0 && i < 5 && *axes[i] == 0) *axes[i] = 1;
     }
     /* The product saturates at 2^31, above every possible number of ranks, so that it cannot
        overflow. */
     int64_t others = 1, limit = (int64_t)1 << 31;
-    for (int i = 1; i < 5; i++) others = others * *axes[i] < limit ? others * *axes[i] : limit;
+    int factors = sizes->expert_tp ? 4 : 5; /* with expert folding, ep is no factor */
+    for (int i = 1; i < factors; i++)
+        others = others * *axes[i] < limit ? others * *axes[i] : limit;
+    if (!sizes->expert_tp) snprintf(ep, sizeof ep, " x ep %d", sizes->ep);
     int64_t all = others * (sizes->dp ? sizes->dp : 1);
     if (ranks % others == 0 && sizes->dp == 0) sizes->dp = (int)(ranks / others);
     if (sizes->dp == 0) {
         int64_t next = ((ranks - 1) / others + 1) * others;
         return dt__strbuf_add(&t,
-            "tp %d x cp %d x pp %d x ep %d does not divide %d ranks; use %lld ranks or smaller "
-            "axes",
-            sizes->tp, sizes->cp, sizes->pp, sizes->ep, ranks, (long long)next);
+            "tp %d x cp %d x pp %d%s does not divide %d ranks; use %lld ranks or smaller axes",
+            sizes->tp, sizes->cp, sizes->pp, ep, ranks, (long long)next);
     }
     if (sizes->dp * others != ranks) {
         char choice[40] = "";
         if (ranks % others == 0)
             snprintf(choice, sizeof choice, ", or use dp %d", (int)(ranks / others));
         return dt__strbuf_add(&t,
-            "dp %d x tp %d x cp %d x pp %d x ep %d = %lld, but there are %d ranks; use %lld "
-            "ranks%s",
-            sizes->dp, sizes->tp, sizes->cp, sizes->pp, sizes->ep, (long long)all, ranks,
-            (long long)all, choice);
+            "dp %d x tp %d x cp %d x pp %d%s = %lld, but there are %d ranks; use %lld ranks%s",
+            sizes->dp, sizes->tp, sizes->cp, sizes->pp, ep, (long long)all, ranks, (long long)all,
+            choice);
     }
-    return DT_OK;
+    return sizes->expert_tp ? dt__mesh_check_folding(sizes, &t) : DT_OK;
 }
 
 /* Returns the group of the ranks whose coordinates differ from this rank's only along one axis (or
@@ -1174,8 +1258,28 @@ static dt_comm *dt__mesh_axis(
     return comm;
 }
 
+/* Expert folding: makes the groups in which the experts arrange the ranks of a pipeline stage. */
+static void dt__mesh_fold(dt_mesh *mesh) {
+    const dt_mesh_desc *n = &mesh->sizes;
+    int stage = n->dp * n->cp * n->tp, copy = n->ep * n->expert_tp; /* numbers of ranks */
+    int at = dt_comm_rank(mesh->world) % stage, in_copy = at % copy;
+    mesh->coord.expert_tp = at % n->expert_tp;
+    mesh->coord.ep = in_copy / n->expert_tp;
+    mesh->expert_tp = dt__mesh_axis(mesh->world, n->expert_tp, mesh->coord.expert_tp,
+        mesh->coord.expert_tp, "expert-tp", DT_AXIS_TP);
+    mesh->ep = dt__mesh_axis(
+        mesh->world, n->ep, in_copy - mesh->coord.expert_tp, mesh->coord.ep, "ep", DT_AXIS_EP);
+    mesh->dispatch = n->expert_tp == 1 ? mesh->ep
+                                       : dt__mesh_axis(mesh->world, copy, in_copy, in_copy,
+                                             "dispatch", DT_AXIS_EP);
+    mesh->expert_data =
+        dt__mesh_axis(mesh->world, stage / copy, at - in_copy, at - in_copy, "experts", DT_AXIS_DP);
+    mesh->replica = mesh->coord.dp;
+    mesh->replicas = n->dp;
+}
+
 static dt_mesh dt__mesh_make(dt_ctx *ctx, dt_mesh_desc desc) {
-    char why[200];
+    char why[240];
     dt_mesh none, mesh;
     memset(&none, 0, sizeof none);
     none.replicas = 1; /* callers may divide by replicas before they check the error */
@@ -1193,7 +1297,8 @@ static dt_mesh dt__mesh_make(dt_ctx *ctx, dt_mesh_desc desc) {
     enum { TP, CP, EP, DP, PP, AXES };
     static const char *const names[AXES] = { "tp", "cp", "ep", "dp", "pp" };
     const dt_axis axes[AXES] = { DT_AXIS_TP, DT_AXIS_CP, DT_AXIS_EP, DT_AXIS_DP, DT_AXIS_PP };
-    const int sizes[AXES] = { desc.tp, desc.cp, desc.ep, desc.dp, desc.pp };
+    const int ep = desc.expert_tp ? 1 : desc.ep; /* ep as an axis of its own */
+    const int sizes[AXES] = { desc.tp, desc.cp, ep, desc.dp, desc.pp };
     int *coords[AXES] = { &mesh.coord.tp, &mesh.coord.cp, &mesh.coord.ep, &mesh.coord.dp,
         &mesh.coord.pp };
     dt_comm **groups[AXES] = { &mesh.tp, &mesh.cp, &mesh.ep, &mesh.dp, &mesh.pp };
@@ -1203,11 +1308,17 @@ static dt_mesh dt__mesh_make(dt_ctx *ctx, dt_mesh_desc desc) {
         offsets[i] = *coords[i] * stride;
         *groups[i] = dt__mesh_axis(world, sizes[i], offsets[i], *coords[i], names[i], axes[i]);
     }
-    int replicas = desc.dp * desc.ep * desc.cp, offset = offsets[DP] + offsets[EP] + offsets[CP];
+    int replicas = desc.dp * ep * desc.cp, offset = offsets[DP] + offsets[EP] + offsets[CP];
     mesh.data = replicas == desc.dp
                     ? mesh.dp
                     : dt__mesh_axis(world, replicas, offset, offset, "data", DT_AXIS_DP);
+    if (desc.expert_tp) {
+        dt__mesh_fold(&mesh);
+        return dt_error(ctx) == DT_OK ? mesh : none;
+    }
     offset -= offsets[EP];
+    mesh.expert_tp = mesh.tp;
+    mesh.dispatch = mesh.ep;
     mesh.expert_data = desc.ep == 1   ? mesh.data
                        : desc.cp == 1 ? mesh.dp
                                       : dt__mesh_axis(world, desc.dp * desc.cp, offset, offset,
@@ -2402,9 +2513,12 @@ typedef struct dt__router {
     dt_ctx *ctx;
     dt_route_desc d;
     int64_t B, local_tokens, region_tokens, full_tokens, E, k;
-    dt_comm *sp;           /* tp if tokens are sharded over tp, else NULL */
+    dt_comm *sp; /* tp if tokens are sharded over tp, else NULL */
+    /* tokens per sequence that this rank dispatches: region_tokens, or local_tokens with expert
+       folding */
+    int64_t sent_tokens;
     int32_t *topk;         /* chosen experts of x's tokens */
-    int32_t *kept_choices; /* chosen experts of the region's tokens; -1 for a dropped choice */
+    int32_t *kept_choices; /* chosen experts of the sent tokens; -1 for a dropped choice */
     /* (B,E): number of choices of each expert in each whole sequence */
     int64_t *load;
 } dt__router;
@@ -2489,14 +2603,17 @@ static void dt__drop_beyond_capacity(
     }
 }
 
-/* Gathers the choices of the region's tokens into kept_choices. If the capacity or the
+/* Gathers the choices of the sent tokens into kept_choices. If the capacity or the
    load-balancing loss needs the choices of whole sequences, also gathers these, counts the load and
    drops choices beyond the capacity. */
 static dt_status dt__route_sequences(dt__router *r) {
     dt_ctx *ctx = r->ctx;
+    int need_sequences = r->d.capacity > 0 || r->d.balance > 0;
+    int folded = r->sent_tokens < r->region_tokens; /* no other rank of tp sends these tokens */
+    r->kept_choices = r->topk;
+    if (folded && !need_sequences) return dt_error(ctx);
     int32_t *region_choices = dt__gather_tokens(r, r->sp, r->topk, r->local_tokens, r->k),
             *all_choices = region_choices, *token_at;
-    int need_sequences = r->d.capacity > 0 || r->d.balance > 0;
     r->kept_choices = region_choices;
     if (!region_choices || !need_sequences) return dt_error(ctx);
     all_choices = dt__gather_tokens(r, r->d.cp, region_choices, r->region_tokens, r->k);
@@ -2514,8 +2631,11 @@ static dt_status dt__route_sequences(dt__router *r) {
     for (int64_t b = 0; b < r->B && r->d.capacity > 0; b++)
         dt__drop_beyond_capacity(r, r->kept_choices + b * r->full_tokens * r->k,
             token_at + b * r->full_tokens, free_slots);
-    /* Keep only the tokens of each sequence that this rank of cp holds. */
-    int64_t slice = r->region_tokens * r->k, first = dt_comm_rank(r->d.cp) * slice;
+    /* Keep only the tokens of each sequence that this rank sends. */
+    int64_t slice = r->sent_tokens * r->k,
+            first = (dt_comm_rank(r->d.cp) * r->region_tokens +
+                        (folded ? dt_comm_rank(r->sp) * r->local_tokens : 0)) *
+                    r->k;
     for (int64_t b = 0; b < r->B && slice > 0; b++)
         memmove(r->kept_choices + b * slice, r->kept_choices + b * r->full_tokens * r->k + first,
             (size_t)slice * sizeof *r->kept_choices);
@@ -2650,18 +2770,18 @@ static dt_status dt__route_losses(
     return dt_error(r->ctx);
 }
 
-/* Adds the statistics of x's tokens to the counts. kept_choices covers all tokens of the
-   tensor-parallel region. If tokens are sharded over the group sp, x holds only the slice of those
-   tokens that belongs to this rank's position in sp. */
+/* Adds the statistics of x's tokens to the counts. kept_choices covers all tokens that this rank
+   sends. If these are the tokens of all ranks of the group sp, x holds only the slice of them that
+   belongs to this rank's position in sp. */
 static void dt__route_count(const dt__router *r) {
     dt_route_counts *counts = r->d.counts;
-    int64_t slice = r->local_tokens * r->k, first = (r->sp ? dt_comm_rank(r->sp) : 0) * slice;
+    int64_t slice = r->local_tokens * r->k, sent = r->sent_tokens * r->k,
+            first = sent > slice ? dt_comm_rank(r->sp) * slice : 0;
     if (!counts || dt_recomputing(r->ctx)) return;
     counts->choices += (double)(r->B * slice);
     for (int64_t i = 0; i < r->B * slice; i++) {
         if (counts->experts) counts->experts[r->topk[i]]++;
-        counts->dropped +=
-            r->kept_choices[i / slice * r->region_tokens * r->k + first + i % slice] < 0;
+        counts->dropped += r->kept_choices[i / slice * sent + first + i % slice] < 0;
     }
 }
 
@@ -2685,7 +2805,13 @@ static const char *dt__route_problem(const dt__router *r, const dt_tensor *x, co
     if (d->outside.kind != DT_PLACEMENT_REPLICATE &&
         (d->outside.kind != DT_PLACEMENT_SHARD || d->outside.dim != 1))
         return "outside must be DT_REPLICATE or DT_SHARD(1)";
-    if (r->B * r->full_tokens > INT32_MAX / (r->E > 0 ? r->E : 1)) return "too many tokens at once";
+    if (d->expert_tp < 0) return "expert_tp must be 0 or more";
+    if (d->expert_tp && dt_comm_size(d->tp) > 1 && !r->sp && !r->ctx->no_grad)
+        return "with expert folding, outside must be DT_SHARD(1), so that each rank of tp sends "
+               "tokens of its own";
+    int64_t most = r->E > 0 ? r->E : 1; /* rows of a token on all ranks */
+    if (d->expert_tp > 1) most *= d->expert_tp;
+    if (r->B * r->full_tokens > INT32_MAX / most) return "too many tokens at once";
     if (d->scores < DT_ROUTE_SOFTMAX || d->scores > DT_ROUTE_SIGMOID) return "scores: DT_ROUTE_*";
     if (!(d->scale >= 0 && d->scale < HUGE_VAL)) return "the scale must be 0 or more";
     if (d->groups < 0 || (d->groups && r->E % d->groups)) return "groups must divide E";
@@ -2724,25 +2850,29 @@ static dt__router dt__router_make(const dt_tensor *x, const dt_tensor *w, dt_rou
     r.local_tokens = x->shape.nd > 1 ? x->shape.d[1] : 0;
     r.region_tokens = r.local_tokens * dt_comm_size(r.sp);
     r.full_tokens = r.region_tokens * dt_comm_size(d.cp);
+    r.sent_tokens = d.expert_tp ? r.local_tokens : r.region_tokens;
     r.E = w->shape.d[0];
     r.k = d.k ? d.k : 1;
     return r;
 }
 
-/* Makes the routing for the tensor-parallel region: choices and gates of the region's tokens. */
+/* Makes the routing of the tokens that this rank sends: their choices and gates. Without expert
+   folding these are the tokens of the tensor-parallel region. */
 static dt_routing *dt__route_enter(const dt__router *r, dt_tensor *gates) {
     dt_routing *out = (dt_routing *)dt__meta(r->ctx, sizeof *out);
-    gates = dt_redistribute(gates, r->d.tp, r->sp ? DT_SHARD(1) : DT_REPLICATE, DT_COPY);
+    if (!r->d.expert_tp)
+        gates = dt_redistribute(gates, r->d.tp, r->sp ? DT_SHARD(1) : DT_REPLICATE, DT_COPY);
     if (!out || !gates) return NULL;
     out->batch = r->B;
-    out->tokens = r->region_tokens;
+    out->tokens = r->sent_tokens;
+    out->copies = r->d.expert_tp ? r->d.expert_tp : 1;
     out->experts = r->E;
     out->k = r->k;
     out->gates = gates;
     out->choices = r->kept_choices;
     if (r->d.capacity > 0) {
         int64_t capacity = dt__expert_capacity(r);
-        out->max_choices = capacity < r->region_tokens ? capacity : r->region_tokens;
+        out->max_choices = capacity < r->sent_tokens ? capacity : r->sent_tokens;
     }
     return out;
 }
@@ -2809,14 +2939,19 @@ static dt_status dt__route_update_bias(
 
    dt__exchange is the plan of a token dispatch and its token combine. There is one row for each
    choice that is not dropped. A sender orders its rows by expert, then token, so that the rows for
-   one rank are contiguous. The rows arrive ordered by source rank, then expert, then token. */
+   one rank are contiguous. The rows arrive ordered by source rank, then expert, then token.
+
+   With expert folding, neighbouring ranks of the group shard the same experts: ranks q N to
+   (q+1) N - 1 are the ranks of expert_tp that have coordinate q along ep. A sender repeats the rows
+   for these experts N times, once for each of the ranks. The backward of the gather adds up the N
+   gradients of a row, and the weighted sum of the combine adds up its N partial results. */
 typedef struct dt__exchange {
-    dt_comm *ep;
+    dt_comm *comm;
     int ranks;
     int64_t sent;                 /* number of sent rows */
     int64_t *rows_to, *rows_from; /* (ranks): number of rows to and from each rank */
     dt_tensor *token_of_row;      /* (sent rows) i32: the token of each sent row */
-    /* (B,T,k) i32: the index of the sent row of each choice; -1 if dropped */
+    /* (B,T,k copies) i32: the indices of the sent rows of each choice; -1 if dropped */
     dt_tensor *row_of_choice;
     /* (rows) i32: arrival_of_row[i] is the index, in order of arrival, of row i in expert
        order; row_of_arrival is the inverse */
@@ -2827,7 +2962,7 @@ typedef struct dt__exchange {
    no useful bound: all tokens may choose it. */
 static int64_t dt__max_sent(const dt_routing *r) {
     int64_t full = r->batch * r->experts * r->max_choices, all = r->batch * r->tokens * r->k;
-    return r->max_choices == 0 ? (int64_t)DT__NO_BOUND : full < all ? full : all;
+    return r->max_choices == 0 ? (int64_t)DT__NO_BOUND : r->copies * (full < all ? full : all);
 }
 
 /* Returns the most rows that a rank's experts receive from N ranks; as dt__max_sent. */
@@ -2848,23 +2983,33 @@ static dt_tensor *dt__row_indices(
 /* Plans which rows this rank sends, and adds the number of rows for each expert to `count` (E). */
 static dt_status dt__exchange_send(
     dt__exchange *e, const dt_routing *r, int32_t *count, dt_ctx *ctx) {
-    int64_t choices = r->batch * r->tokens * r->k;
-    int32_t *token = dt__host_ints(ctx, 2 * choices + r->experts + 1);
+    int64_t choices = r->batch * r->tokens * r->k, copies = r->copies, at = 0;
+    int32_t *token = dt__host_ints(ctx, 2 * copies * choices + r->experts);
+    dt_shape shape = r->gates->shape;
     if (!token) return dt_error(ctx);
-    int32_t *row = token + choices, *next = row + choices;
+    int32_t *row = token + copies * choices, *next = row + copies * choices;
     for (int64_t i = 0; i < choices; i++)
         if (r->choices[i] >= 0) count[r->choices[i]]++;
-    for (int64_t expert = 0; expert < r->experts; expert++) {
-        next[expert + 1] = next[expert] + count[expert];
-        e->rows_to[expert / r->local_experts] += count[expert];
+    for (int64_t expert = 0, first = 0; expert < r->experts; expert++) {
+        int64_t *to = e->rows_to + expert / r->local_experts * copies;
+        if (expert % r->local_experts == 0) first = at; /* the rows for rank `to` begin here */
+        next[expert] = (int32_t)(first + to[0]);
+        for (int64_t c = 0; c < copies; c++) to[c] += count[expert];
+        at += copies * count[expert];
     }
-    int64_t sent = e->sent = next[r->experts];
+    e->sent = at;
     for (int64_t i = 0; i < choices; i++) {
-        row[i] = r->choices[i] < 0 ? -1 : next[r->choices[i]]++;
-        if (row[i] >= 0) token[row[i]] = (int32_t)(i / r->k);
+        int32_t expert = r->choices[i], first = expert < 0 ? 0 : next[expert]++;
+        for (int64_t c = 0; c < copies; c++) {
+            int64_t to =
+                expert < 0 ? -1 : first + c * e->rows_to[expert / r->local_experts * copies];
+            row[i * copies + c] = (int32_t)to;
+            if (to >= 0) token[to] = (int32_t)(i / r->k);
+        }
     }
-    e->token_of_row = dt__row_indices(ctx, sent, dt__max_sent(r), token);
-    e->row_of_choice = dt_input(ctx, DT_I32, r->gates->shape, row);
+    shape.d[2] *= copies;
+    e->token_of_row = dt__row_indices(ctx, e->sent, dt__max_sent(r), token);
+    e->row_of_choice = dt_input(ctx, DT_I32, shape, row);
     return dt_error(ctx);
 }
 
@@ -2872,7 +3017,7 @@ static dt_status dt__exchange_send(
    it sends to each expert. */
 static dt_status dt__exchange_receive(
     dt__exchange *e, dt_routing *r, const int32_t *all, dt_ctx *ctx) {
-    int64_t first = dt_comm_rank(e->ep) * r->local_experts, at = 0;
+    int64_t first = dt_comm_rank(e->comm) / r->copies * r->local_experts, at = 0;
     for (int rank = 0; rank < e->ranks; rank++)
         for (int64_t expert = 0; expert < r->local_experts; expert++) {
             int32_t n = all[rank * r->experts + first + expert];
@@ -2904,23 +3049,23 @@ static dt_status dt__exchange_receive(
     return dt_error(ctx);
 }
 
-/* [collective: ep] Makes the plan r->exchange. */
-static dt_status dt__exchange_make(dt_ctx *ctx, dt_routing *r, dt_comm *ep) {
-    int64_t N = dt_comm_size(ep), E = r->experts;
+/* [collective: comm] Makes the plan r->exchange. */
+static dt_status dt__exchange_make(dt_ctx *ctx, dt_routing *r, dt_comm *comm) {
+    int64_t N = dt_comm_size(comm), E = r->experts, local = E / (N / r->copies);
     dt__exchange *e = (dt__exchange *)dt__meta(ctx, sizeof *e);
     r->rows = 0;
-    r->local_experts = E / N;
-    r->expert_rows = (int64_t *)dt__meta(ctx, (size_t)(E / N) * sizeof *r->expert_rows);
+    r->local_experts = local;
+    r->expert_rows = (int64_t *)dt__meta(ctx, (size_t)local * sizeof *r->expert_rows);
     int32_t *count = dt__host_ints(ctx, (N + 1) * E);
     int64_t *rows = (int64_t *)dt__meta(ctx, (size_t)(2 * N) * sizeof *rows);
     if (!e || !r->expert_rows || !count || !rows) return dt_error(ctx);
-    e->ep = ep;
+    e->comm = comm;
     e->ranks = (int)N;
     e->rows_to = rows;
     e->rows_from = rows + N;
     r->exchange = e;
     if (dt__exchange_send(e, r, count, ctx) != DT_OK) return dt_error(ctx);
-    dt_status status = dt__gather_ints(ep, count, count + E, (size_t)E);
+    dt_status status = dt__gather_ints(comm, count, count + E, (size_t)E);
     return status == DT_OK ? dt__exchange_receive(e, r, count + E, ctx) : dt_error(ctx);
 }
 
@@ -2956,33 +3101,49 @@ static dt_ctx *dt__op_routed(
     return NULL;
 }
 
-static dt_tensor *dt__dispatch(dt_tensor *x, dt_routing *r, dt_comm *ep) {
+static dt_tensor *dt__dispatch(dt_tensor *x, dt_routing *r, dt_comm *comm) {
     const char *op = "dt_dispatch";
     dt_ctx *ctx = dt__op_routed(op, x, r, NULL, NULL);
-    int N = dt_comm_size(ep);
+    int N = dt_comm_size(comm);
     if (!ctx) return NULL;
     if (x->shape.nd != 3 || x->shape.d[0] != r->batch || x->shape.d[1] != r->tokens) {
         dt_fail(ctx, DT_ERR_SHAPE, "%s(%s): %s, but %lld sequences of %lld tokens were routed", op,
             x->name, dt__shape_text(x->shape).s, (long long)r->batch, (long long)r->tokens);
         return NULL;
     }
-    if (r->experts % N != 0) {
-        dt_fail(ctx, DT_ERR_SHAPE, "%s(%s): %lld experts over ep %d; use a multiple of %d", op,
-            x->name, (long long)r->experts, N, N);
+    if (N % r->copies != 0) {
+        dt_fail(ctx, DT_ERR_SHAPE,
+            "%s(%s): expert_tp %d does not divide the %d ranks of '%s'; pass dt_mesh.dispatch", op,
+            x->name, r->copies, N, comm ? dt_comm_name(comm) : "one rank");
         return NULL;
     }
-    if (dt__exchange_make(ctx, r, ep) != DT_OK) return NULL;
+    int ep = N / r->copies;
+    if (r->experts % ep != 0) {
+        dt_fail(ctx, DT_ERR_SHAPE, "%s(%s): %lld experts over ep %d; use a multiple of %d", op,
+            x->name, (long long)r->experts, ep, ep);
+        return NULL;
+    }
+    if (dt__exchange_make(ctx, r, comm) != DT_OK) return NULL;
     const dt__exchange *e = r->exchange;
     dt_tensor *tokens = dt_reshape(x, DT_SHAPE(r->batch * r->tokens, x->shape.d[2]));
     if (N == 1 || !tokens) return dt_gather_rows(tokens, e->token_of_row);
     /* no backward reads the data of these two */
     dt_tensor *rows = dt__lookup_rows("dt_gather_rows", tokens, e->token_of_row, 1, 1);
     dt_tensor *arrived =
-        dt__all_to_all_rows(rows, ep, e->rows_to, e->rows_from, 1, e->arrival_of_row);
+        dt__all_to_all_rows(rows, comm, e->rows_to, e->rows_from, 1, e->arrival_of_row);
     dt_tensor *y = dt__permute_rows(arrived, e->arrival_of_row, e->row_of_arrival, 0);
     dt__drop_early(rows);
     dt__drop_early(arrived);
     return y;
+}
+
+/* Returns (B,T,k copies): the gate of each row. */
+static dt_tensor *dt__gates_of_rows(const dt_routing *r) {
+    if (r->copies == 1) return r->gates;
+    int64_t B = r->batch, T = r->tokens, k = r->k;
+    dt_tensor *each = dt_reshape(r->gates, DT_SHAPE(B, T, k, 1));
+    if (each) each = dt_broadcast_to(each, DT_SHAPE(B, T, k, r->copies));
+    return each ? dt_reshape(each, DT_SHAPE(B, T, k * r->copies)) : NULL;
 }
 
 static dt_tensor *dt__combine(dt_tensor *rows, dt_routing *r) {
@@ -3001,10 +3162,10 @@ static dt_tensor *dt__combine(dt_tensor *rows, dt_routing *r) {
     if (e->ranks > 1) {
         /* no backward reads the data of `arrived` */
         dt_tensor *arrived = dt__permute_rows(rows, e->row_of_arrival, e->arrival_of_row, 1);
-        rows = dt__all_to_all_rows(arrived, e->ep, e->rows_from, e->rows_to, 0, e->token_of_row);
+        rows = dt__all_to_all_rows(arrived, e->comm, e->rows_from, e->rows_to, 0, e->token_of_row);
         dt__drop_early(arrived);
     }
-    return dt_embedding_bag(rows, e->row_of_choice, r->gates);
+    return dt_embedding_bag(rows, e->row_of_choice, dt__gates_of_rows(r));
 }
 
 dt_tensor *dt_expert_linear(
@@ -3071,8 +3232,8 @@ DT__DEFINE_AT_SITE(dt_tensor *, cp_attention, q ? q->ctx : NULL,
 DT__DEFINE_AT_SITE(dt_tensor *, cp_attention_at, q ? q->ctx : NULL,
     (dt_tensor * q, dt_tensor *keys, dt_tensor *values, dt_cp *cp, dt_attn_desc desc), q, keys,
     values, cp, desc)
-DT__DEFINE_AT_SITE(
-    dt_tensor *, dispatch, x ? x->ctx : NULL, (dt_tensor * x, dt_routing *r, dt_comm *ep), x, r, ep)
+DT__DEFINE_AT_SITE(dt_tensor *, dispatch, x ? x->ctx : NULL,
+    (dt_tensor * x, dt_routing *r, dt_comm *comm), x, r, comm)
 DT__DEFINE_AT_SITE(
     dt_tensor *, combine, rows ? rows->ctx : NULL, (dt_tensor * rows, dt_routing *r), rows, r)
 DT__DEFINE_AT_SITE(dt_routing *, route, x ? x->ctx : NULL,

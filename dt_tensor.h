@@ -3165,6 +3165,7 @@ struct dt_ctx {
     /* of the training state: the groups over which it sums the gradients of dense parameters and of
        experts (NULL: one rank) */
     const dt_group *data_groups[2];
+    const dt_group *expert_groups[2]; /* groups that shard experts (NULL: one rank) */
     int has_training_state;
 
     dt_tensor **params; /* (param_capacity); the first n_params are used */
@@ -5512,9 +5513,12 @@ static dt__text dt__placement_text(dt_placement p) {
 /* Returns 1 if the training state sums the gradient of a parameter over the group. */
 static int dt__sums_over(const dt_ctx *ctx, const dt_param_desc *d, const dt_group *group) {
     int expert = 0;
-    for (int i = 0; d && i < 3; i++)
-        expert |= d->shards[i].comm &&
-                  dt__group_contains(ctx->data_groups[0], (const dt_group *)d->shards[i].comm);
+    for (int i = 0; d && i < 5; i++) {
+        const dt_group *g =
+            (const dt_group *)(i < 3 ? d->shards[i].comm : d->grad_placements[i - 3].comm);
+        expert |= g && (g == ctx->expert_groups[0] || g == ctx->expert_groups[1] ||
+                           (i < 3 && dt__group_contains(ctx->data_groups[0], g)));
+    }
     return dt__group_contains(ctx->data_groups[expert], group);
 }
 

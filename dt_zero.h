@@ -762,7 +762,8 @@ typedef struct dt__io_thread dt__io_thread;
 
    At stage 0 every rank works on the whole bucket. There are two kinds of buckets. Dense parameters
    are replicated on all ranks of ep: their data group is dp x ep x cp. Experts are sharded over ep:
-   their data group is dp x cp. */
+   their data group is dp x cp. With expert folding (dt_mesh_desc.expert_tp) the data group of dense
+   parameters is dp x cp, and that of experts is dt_mesh.expert_data, which may have ranks of tp. */
 typedef struct dt__zero_groups {
     dt_comm *data, *shard, *replicas;
 } dt__zero_groups;
@@ -985,8 +986,7 @@ static int dt__zero_has_array(const dt_zero *zero, const dt_bucket *bucket, int 
 
 /* Returns the coordinate of a world rank along pp. */
 static int dt__zero_pp_rank(const dt_zero *zero, int rank) {
-    const dt_mesh_desc *n = &zero->mesh.sizes;
-    return rank / (n->tp * n->cp * n->ep * n->dp);
+    return rank / (dt_comm_size(zero->mesh.world) / zero->mesh.sizes.pp);
 }
 
 /* Returns 1 if a group joins ranks that hold replicas of this rank's parameters, that is, ranks
@@ -1008,9 +1008,23 @@ static const dt_param_desc *dt__bucket_desc(const dt_zero *zero, const dt_bucket
     return &dt_param_get(zero->ctx, bucket->first_param)->param->desc;
 }
 
+/* Returns 1 if the experts of the mesh are sharded over a group. Without expert folding, expert_tp
+   is tp, which shards dense parameters too. */
+static int dt__shards_experts(const dt_zero *zero, const dt_comm *comm) {
+    const dt_mesh *m = &zero->mesh;
+    return comm && (comm == m->ep || (m->sizes.expert_tp && comm == m->expert_tp));
+}
+
+/* Returns 1 if a parameter's data group is that of experts. With expert folding, a group that
+   shards experts may have no two ranks with replicas of a dense parameter; and an expert's last
+   bias has only a gradient placement over expert_tp if ep is 1. */
 static int dt__is_expert(const dt_zero *zero, const dt_param_desc *d) {
     for (int c = 0; c < 3; c++)
-        if (dt__zero_has_replicas(zero, d->shards[c].comm)) return 1;
+        if (dt__shards_experts(zero, d->shards[c].comm) ||
+            dt__zero_has_replicas(zero, d->shards[c].comm))
+            return 1;
+    for (int k = 0; k < 2; k++)
+        if (dt__shards_experts(zero, d->grad_placements[k].comm)) return 1;
     return 0;
 }
 
@@ -1064,6 +1078,9 @@ static dt_status dt__zero_groups_make(dt_zero *zero) {
     /* from now on ops know over which groups the gradient of a parameter is summed */
     for (int k = 0; k < DT__KINDS; k++)
         zero->ctx->data_groups[k] = (const dt_group *)zero->groups[k].data;
+    zero->ctx->expert_groups[0] = (const dt_group *)zero->mesh.ep;
+    zero->ctx->expert_groups[1] =
+        zero->mesh.sizes.expert_tp ? (const dt_group *)zero->mesh.expert_tp : NULL;
     zero->ctx->has_training_state = 1;
     return dt_error(zero->ctx);
 }
@@ -1220,14 +1237,15 @@ static dt_status dt__zero_buckets_make(dt_zero *zero) {
                : dt_error(ctx);
 }
 
-/* Fails if a parameter is sharded over data-parallel ranks along an axis other than ep, or if it
-   has a gradient placement over data-parallel ranks, which would sum the gradient twice. */
+/* Fails if a parameter is sharded over data-parallel ranks along an axis other than ep (and with
+   expert folding expert_tp), or if it has a gradient placement over data-parallel ranks, which
+   would sum the gradient twice. */
 static dt_status dt__zero_check_params(dt_zero *zero) {
     for (int i = 0; i < dt_param_count(zero->ctx); i++) {
         const dt_tensor *t = dt_param_get(zero->ctx, i);
         const dt_param_desc *d = &t->param->desc;
         for (int c = 0; c < 3; c++)
-            if (d->shards[c].comm != zero->mesh.ep &&
+            if (!dt__shards_experts(zero, d->shards[c].comm) &&
                 dt__zero_has_replicas(zero, d->shards[c].comm))
                 return dt_fail(zero->ctx, DT_ERR_UNSUPPORTED,
                     "dt_zero_make: %s is sharded over '%s', whose ranks are data "
@@ -1236,7 +1254,8 @@ static dt_status dt__zero_check_params(dt_zero *zero) {
                     "group?",
                     t->name, dt_comm_name(d->shards[c].comm));
         for (int k = 0; k < 2; k++)
-            if (dt__zero_has_replicas(zero, d->grad_placements[k].comm))
+            if (!dt__shards_experts(zero, d->grad_placements[k].comm) &&
+                dt__zero_has_replicas(zero, d->grad_placements[k].comm))
                 return dt_fail(zero->ctx, DT_ERR_UNSUPPORTED,
                     "dt_zero_make: %s has a gradient placement over '%s', along which "
                     "gradients are summed already",
@@ -1541,11 +1560,16 @@ static int dt__is_sharded_over_tp(const dt_zero *zero, const dt_param_desc *d) {
     return found;
 }
 
-/* Returns the group of ranks that hold copies of the same shard over tp, as several ranks of tp
-   hold the same key and value heads; NULL if every rank has a shard of its own. */
+/* Returns the group of ranks that hold copies of the same shard, as several ranks of tp hold the
+   same key and value heads, and with expert folding all ranks of expert_tp hold the last bias of
+   the same experts; NULL if every rank has a shard of its own. */
 static dt_comm *dt__shard_copies(const dt_zero *zero, const dt_param_desc *d) {
-    for (int k = 0; k < 2 && dt__is_sharded_over_tp(zero, d); k++)
-        if (dt__is_along_tp(zero, d->grad_placements[k].comm)) return d->grad_placements[k].comm;
+    for (int k = 0; k < 2; k++) {
+        dt_comm *comm = d->grad_placements[k].comm;
+        if (dt__shards_experts(zero, comm) ||
+            (dt__is_sharded_over_tp(zero, d) && dt__is_along_tp(zero, comm)))
+            return comm;
+    }
     return NULL;
 }
 
@@ -1592,10 +1616,13 @@ static dt_comm *dt__param_tied_group(const dt_zero *zero, int param) {
 }
 
 /* Returns 1 if the ranks of a group hold replicas of a parameter. `kind` is as in dt__item_digest;
-   DT__COMPARE_COPIES: copies of shards; DT__COMPARE_TIED: tied parameters. */
+   DT__COMPARE_COPIES: copies of shards; DT__COMPARE_TIED: tied parameters. Folded experts are
+   compared over their data group and expert_tp: ranks of tp may hold different shards of their
+   state. */
 static int dt__is_replica(const dt_zero *zero, int param, const dt_comm *comm, int kind) {
     const dt_param_desc *d = &dt_param_get(zero->ctx, param)->param->desc;
-    if (kind == DT__COMPARE_TP) return !dt__is_sharded_over_tp(zero, d);
+    int folded = zero->mesh.sizes.expert_tp && dt__is_expert(zero, d);
+    if (kind == DT__COMPARE_TP) return !folded && !dt__is_sharded_over_tp(zero, d);
     if (kind == DT__COMPARE_COPIES) return dt__shard_copies(zero, d) == comm;
     if (kind == DT__COMPARE_TIED) return dt__param_tied_group(zero, param) == comm;
     return dt__is_expert(zero, d) == kind;
@@ -5780,10 +5807,13 @@ static dt_status dt__ckpt_map_weight(const dt_checkpoint *c, const dt_tensor *t,
 
 /* Returns 1 if this rank takes part in writing a bucket. Of the replicas along tp, and for tied
    parameters along pp, only the first writes; of several shard groups along tp, the one with the
-   first rank. */
+   first rank. With expert folding, expert_tp takes the place of tp for experts. Both vary fastest
+   among the ranks of a pipeline stage. */
 static int dt__ckpt_is_writer(const dt_zero *zero, const dt_bucket *bucket) {
     const dt_param_desc *d = dt__bucket_desc(zero, bucket);
-    int tp = zero->mesh.sizes.tp, lowest = zero->mesh.coord.tp;
+    const dt_mesh_desc *n = &zero->mesh.sizes;
+    int tp = n->expert_tp && dt__is_expert(zero, d) ? n->expert_tp : n->tp;
+    int lowest = dt_ctx_rank(zero->ctx) % tp;
     for (int c = 0; c < 3; c++)
         for (int i = 0; d->shards[c].comm && i < dt_comm_size(d->shards[c].comm); i++) {
             int at = dt_comm_world_rank(d->shards[c].comm, i) % tp;
@@ -6209,7 +6239,9 @@ static dt_status dt__save_digests(dt_checkpoint *c) {
 
 static dt__text dt__ckpt_layout(const dt_zero *zero) {
     const dt_mesh_desc *n = &zero->mesh.sizes;
-    return dt__format("dp %d tp %d cp %d pp %d ep %d", n->dp, n->tp, n->cp, n->pp, n->ep);
+    dt__text text = dt__format("dp %d tp %d cp %d pp %d ep %d", n->dp, n->tp, n->cp, n->pp, n->ep);
+    if (n->expert_tp) dt__put(&text, " expert_tp %d", n->expert_tp);
+    return text;
 }
 
 static dt__text dt__ckpt_seed(const dt_ctx *ctx) {

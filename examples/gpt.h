@@ -40,9 +40,9 @@
 
    Mixture of experts (MoE): if config.experts > 0, every moe_every-th layer has `experts` MLPs
    instead of one, and each token uses top_k of them. The experts are sharded over config.ep
-   (dt_parallel.h, section 5). If config.shared_experts > 0, every token also uses the shared
-   experts. config.route, expert_groups, top_groups, raw_gates and gate_scale make the router that
-   of DeepSeek-V3 (arXiv:2412.19437).
+   (dt_parallel.h, section 5), and config.expert_tp folds them. If config.shared_experts > 0, every
+   token also uses the shared experts. config.route, expert_groups, top_groups, raw_gates and
+   gate_scale make the router that of DeepSeek-V3 (arXiv:2412.19437).
 
    Multi-head latent attention (MLA, arXiv:2405.04434, section 2.1): if config.mla.kv_rank > 0, keys
    and values are computed from a latent of few elements, which is all that generation caches. See
@@ -199,6 +199,10 @@ typedef struct gpt_config {
        bias by this amount */
     double router_bias;
     dt_comm *ep; /* group that shards the experts */
+    /* Expert folding: dt_mesh.sizes.expert_tp, and the mesh's groups expert_tp, which shards each
+       expert, and dispatch. 0: tp shards each expert, and ep dispatches */
+    int expert_tp;
+    dt_comm *expert_tp_group, *dispatch;
     dt_comm *pp; /* group of the pipeline's p ranks */
     int stages;  /* number of pipeline stages; 0 or 1 if stage_begin is NULL */
     /* (stages): the rank of pp that has each stage; each rank has equally many. NULL means that
@@ -300,7 +304,8 @@ typedef struct gpt_param_row {
     int section, models;
     /* shape has one letter (see gpt_size) or digit per dimension. A '/' precedes the dimension that
        tp shards, and a '|' precedes the dimension that ep shards. If shape begins with '+', the
-       parameter's gradient is partial over tp. */
+       parameter's gradient is partial over tp. With expert folding, expert_tp takes the place of tp
+       in shapes with a '|'. */
     const char *name, *shape;
     int kind;
     size_t at; /* offset of the parameter's dt_tensor * in gpt or gpt_layer */
@@ -522,13 +527,26 @@ static inline int gpt_dim(const gpt_param_row *r, char mark) {
    over ranks of tp in three cases. (1) kv heads are copied, and each copy serves only some of the
    query heads. (2) Under sequence parallelism each rank applies a parameter that is not sharded to
    only some of the tokens. (3) Only rank 0 of tp uses its copy of the parameter, or each rank
-   applies its copy to its own heads; r->shape of such a parameter begins with '+'. */
+   applies its copy to its own heads; r->shape of such a parameter begins with '+'. With expert
+   folding (2) holds for the routers, and for experts that no group shards. */
 static inline void gpt_shard(const gpt *m, const gpt_param_row *r, dt_param_desc *d) {
     int dim = gpt_dim(r, '/'), experts = gpt_dim(r, '|');
+    int folded = m->config.expert_tp > 0 && r->section == GPT_EXPERT, N = m->config.expert_tp;
     char letter = dim < 0 ? 0 : strchr(r->shape, '/')[1];
     if (dt_comm_size(m->config.ep) > 1 && experts >= 0)
         d->shards[1] = (dt_shard_spec){ m->config.ep, experts };
+    if (folded && experts >= 0 && (N > 1 || d->shards[1].comm)) {
+        if (N > 1 && letter) d->shards[0] = (dt_shard_spec){ m->config.expert_tp_group, dim };
+        if (N > 1 && !letter)
+            d->grad_placements[0] =
+                (dt_grad_placement){ m->config.expert_tp_group, DT_GRAD_PARTIAL };
+        return;
+    }
     if (dt_comm_size(m->config.tp) == 1) return;
+    if (folded) {
+        d->grad_placements[0] = (dt_grad_placement){ m->config.tp, DT_GRAD_PARTIAL };
+        return;
+    }
     if (letter == 'K') {
         d->shards[0] = (dt_shard_spec){ m->kv.shard_group, dim };
         d->grad_placements[0] = (dt_grad_placement){ m->kv.replica_group, DT_GRAD_PARTIAL };
@@ -1159,12 +1177,16 @@ static inline dt_tensor *gpt_attention_forward(const gpt_pass *r, dt_tensor *x) 
 }
 
 /* Mixture of experts (MoE): router, token dispatch, experts, token combine. n is the output of the
-   norm in placement r->outside, and `inside` is the result of gpt_enter(r, n). Returns the output
-   of the experts in placement r->outside. */
+   norm in placement r->outside, and `inside` is the result of gpt_enter(r, n), which expert folding
+   does not need. Returns the output of the experts in placement r->outside. Generation has too few
+   tokens to shard them over tp: with expert folding all ranks of tp send the same tokens. */
 static inline dt_tensor *gpt_moe_forward(
     const gpt_pass *r, gpt_layer *l, dt_tensor *n, dt_tensor *inside) {
     const gpt_config *c = &r->model->config;
     int64_t sequences = r->tokens.sequences;
+    int folded = c->expert_tp > 0;
+    dt_placement routed = folded && !r->cache ? DT_SHARD(1) : r->outside;
+    if (folded) inside = n = dt_redistribute(n, c->tp, r->outside, routed);
     dt_route_desc d = { .k = gpt_top_k(*c),
         .capacity = r->cache ? 0 : c->capacity,
         .balance = sequences ? c->balance : 0,
@@ -1172,7 +1194,7 @@ static inline dt_tensor *gpt_moe_forward(
         .sequences = sequences,
         .bias = l->router_bias,
         .tp = c->tp,
-        .outside = r->outside,
+        .outside = routed,
         .cp = r->cache ? NULL : c->cp,
         .kind = c->cp_kind,
         .counts = sequences ? &l->route : NULL,
@@ -1180,17 +1202,18 @@ static inline dt_tensor *gpt_moe_forward(
         .groups = c->expert_groups,
         .top_groups = c->top_groups,
         .raw_gates = c->raw_gates,
-        .scale = c->gate_scale };
+        .scale = c->gate_scale,
+        .expert_tp = c->expert_tp };
     dt_routing *to = dt_route(n, l->router, d);
-    dt_tensor *h = dt_dispatch(inside, to, c->ep);
+    dt_tensor *h = dt_dispatch(inside, to, folded ? c->dispatch : c->ep);
     if (c->arch == GPT_LLAMA)
         h = dt_swiglu(dt_expert_linear(h, to, l->experts_gate_up, NULL, (dt_expert_desc){ 0 }));
     else
         h = dt_expert_linear(h, to, l->experts_fc, l->experts_fc_bias,
             (dt_expert_desc){ .activation = DT_ACT_GELU });
-    h = dt_expert_linear(
-        h, to, l->experts_proj, l->experts_proj_bias, (dt_expert_desc){ .row_parallel = c->tp });
-    return dt_redistribute(dt_combine(h, to), c->tp, DT_PARTIAL, r->outside);
+    h = dt_expert_linear(h, to, l->experts_proj, l->experts_proj_bias,
+        (dt_expert_desc){ .row_parallel = folded ? c->expert_tp_group : c->tp });
+    return dt_redistribute(dt_combine(h, to), c->tp, folded ? routed : DT_PARTIAL, r->outside);
 }
 
 /* The MLP half of a layer, dense or MoE, (B,T,C) -> (B,T,C). */
@@ -1198,7 +1221,10 @@ static inline dt_tensor *gpt_mlp_forward(const gpt_pass *r, dt_tensor *x) {
     gpt *m = r->model;
     int layer = gpt_layer_at(r), site = 2 + 2 * layer;
     gpt_layer *l = &m->layer[layer];
-    dt_tensor *n = gpt_norm(m, x, l->ln_2_gain, l->ln_2_bias), *inside = gpt_enter(r, n);
+    int needs_region =
+        !gpt_is_moe(m->config, layer) || m->config.shared_experts > 0 || m->config.expert_tp == 0;
+    dt_tensor *n = gpt_norm(m, x, l->ln_2_gain, l->ln_2_bias),
+              *inside = needs_region ? gpt_enter(r, n) : NULL;
     if (!gpt_is_moe(m->config, layer))
         return gpt_branch(r, x, gpt_hidden(r, l, inside), l->mlp_proj, l->mlp_proj_bias,
             l->mlp_norm, GPT_LORA_DOWN, site);
@@ -1440,8 +1466,8 @@ static inline dt_tensor *gpt_loss_at(gpt *m, gpt_tokens t, dt_tensor *labels, do
    after each step if config.router_bias > 0. Lowers the router bias of each expert that got more
    tokens than the mean, and raises the bias of each expert that got fewer. Takes the token counts
    from layer[].route.experts, the caller's arrays (E), and then clears them. `groups` has n
-   elements: the groups whose ranks route different tokens, which are mesh.data and, under sp,
-   tp. */
+   elements: the groups whose ranks route different tokens, which are mesh.data and, under sp and
+   with expert folding, tp. */
 static inline dt_status gpt_balance(gpt *m, dt_comm *const *groups, int n) {
     for (int i = 0; i < gpt_all_layers(m->config) && dt_error(m->ctx) == DT_OK; i++) {
         gpt_layer *l = &m->layer[i];

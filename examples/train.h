@@ -58,9 +58,9 @@ typedef struct train_footprint {
     /* live bytes at the end of the run, or at its first failure if the run fails, and peaks until
        then */
     dt_memory memory;
-    /* [0] is for dense parameters, [1] for parameters sharded over ep. shard_ranks is N. params is
-       the number of elements on this rank. padded is the number of elements on this rank after each
-       bucket is padded to a multiple of N * DT_PIECE. */
+    /* [0] is for dense parameters, [1] for those of experts, sharded over ep. shard_ranks is N.
+       params is the number of elements on this rank. padded is the number of elements on this rank
+       after each bucket is padded to a multiple of N * DT_PIECE. */
     struct {
         int64_t params, padded;
         int shard_ranks;
@@ -148,7 +148,7 @@ typedef struct train_config {
     /* called on rank 0 during a save, with the fraction that is done; may be NULL */
     void (*on_progress)(double done, void *user);
     /* Called at the end on the ranks with dp and cp coordinate 0, which together hold one complete
-       model, and at ZeRO-3 on all ranks. May be NULL. */
+       model, and at ZeRO-3 and with expert folding on all ranks. May be NULL. */
     void (*at_end)(dt_ctx *ctx, gpt *model, void *user);
     void *user;
 } train_config;
@@ -404,14 +404,19 @@ static inline void train_eval(const train_config *c, gpt *model, const dt_mesh *
     if (known && bytes > 0) row->val_bits = row->val_loss * labels / (log(2) * bytes);
 }
 
+/* Returns tp if its ranks route different tokens: under sp and with expert folding. Else NULL: all
+   ranks of tp route the same tokens. */
+static inline dt_comm *train_routing_tp(const gpt *model, const dt_mesh *mesh) {
+    return model->config.sp || model->config.expert_tp ? mesh->tp : NULL;
+}
+
 /* Sums the router counts of the step over all ranks, sets the metrics of the router in *row, and
    clears the counts. In each MoE layer a token is routed by one rank of the data group (dp, ep and
-   cp). Under sp the ranks of tp route different tokens, so the counts are also summed over tp.
-   Without sp all ranks of tp route the same tokens, so the counts are not summed over tp. Each
-   layer is on one rank of pp. So the sum counts every token once per layer. */
+   cp) and of train_routing_tp. Each layer is on one rank of pp. So the sum counts every token once
+   per layer. */
 static inline void train_router_metrics(gpt *model, const dt_mesh *mesh, train_row *row) {
     const gpt_config *c = &model->config;
-    dt_comm *const groups[3] = { mesh->data, c->sp ? mesh->tp : NULL, mesh->pp };
+    dt_comm *const groups[3] = { mesh->data, train_routing_tp(model, mesh), mesh->pp };
     double sums[4] = { 0 };
     for (int i = 0; i < gpt_all_layers(*c); i++) {
         dt_route_counts *r = &model->layer[i].route;
@@ -438,7 +443,7 @@ static inline void train_mtp_metric(gpt *model, const dt_mesh *mesh, train_row *
    step, only clears the counts. */
 static inline void train_update_router_bias(
     gpt *model, const dt_mesh *mesh, train_batch *b, int skipped) {
-    dt_comm *const groups[2] = { mesh->data, model->config.sp ? mesh->tp : NULL };
+    dt_comm *const groups[2] = { mesh->data, train_routing_tp(model, mesh) };
     if (!b->expert_tokens) return;
     if (skipped)
         memset(b->expert_tokens, 0, b->experts_bytes);
@@ -481,6 +486,11 @@ static inline int train_on_failure(dt_ctx *ctx, dt_status status, const char *te
     return 0;
 }
 
+/* Returns 1 if the group shards the experts of the mesh, but not its dense parameters. */
+static inline int train_shards_experts(const dt_mesh *mesh, const dt_comm *comm) {
+    return comm && (comm == mesh->ep || (mesh->sizes.expert_tp && comm == mesh->expert_tp));
+}
+
 /* Computes this rank's train_footprint except `memory`. */
 static inline void train_footprint_formula(
     dt_ctx *ctx, const train_config *c, const dt_mesh *mesh) {
@@ -489,10 +499,10 @@ static inline void train_footprint_formula(
     int is_adam = c->zero.optimizer != DT_SGD,
         grad_dtype = dtype == DT_BF16 || dtype == DT_F16 ? DT_F32 : dtype;
     int states = is_adam ? 2 : c->zero.momentum > 0, master = (dt_dtype)grad_dtype != dtype;
-    int wanted_group = c->zero.shard_group ? c->zero.shard_group : dt_comm_size(mesh->data);
+    int wanted_group = c->zero.shard_group;
     int all[2] = { dt_comm_size(mesh->data), dt_comm_size(mesh->expert_data) };
     for (int k = 0; k < 2; k++) { /* find the largest group size that divides the data group */
-        n->kind[k].shard_ranks = wanted_group < all[k] ? wanted_group : all[k];
+        n->kind[k].shard_ranks = wanted_group && wanted_group < all[k] ? wanted_group : all[k];
         while (all[k] % n->kind[k].shard_ranks != 0) n->kind[k].shard_ranks--;
     }
     n->bytes[0] = (int)dt_dtype_size(dtype);
@@ -508,9 +518,12 @@ static inline void train_footprint_formula(
     for (int i = 0; i < 3; i++) n->sharded[i] = c->zero.stage >= 3 - i;
     for (int u = 0; u < dt_bucket_count(ctx); u++) {
         const dt_bucket *bucket = dt_bucket_get(ctx, u);
-        const dt_shard_spec *shards = dt_param_get(ctx, bucket->first_param)->param->desc.shards;
+        const dt_param_desc *desc = &dt_param_get(ctx, bucket->first_param)->param->desc;
+        const dt_shard_spec *shards = desc->shards;
+        const dt_grad_placement *placed = desc->grad_placements;
         int k = 0;
-        for (int i = 0; i < 3; i++) k |= mesh->ep && shards[i].comm == mesh->ep;
+        for (int i = 0; i < 3; i++) k |= train_shards_experts(mesh, shards[i].comm);
+        for (int i = 0; i < 2; i++) k |= train_shards_experts(mesh, placed[i].comm);
         if (bucket->frozen) { /* router biases; with LoRA all weights, maybe as blocks of bytes */
             int N = n->sharded[0] ? n->kind[k].shard_ranks : 1;
             if (!params)
@@ -635,6 +648,7 @@ static inline dt_status train_time_items(
     sizes.layers = 1;
     sizes.tied = 0; /* with a tied head this rank would have two copies of wte of the same name */
     sizes.tp = sizes.cp = sizes.pp = sizes.ep = NULL;
+    sizes.expert_tp = 0;
     sizes.router_bias = 0;
     sizes.mtp = sizes.first_dense = 0;
     sizes.stages = TRAIN_ITEMS;
@@ -1031,6 +1045,9 @@ static inline dt_status train(dt_ctx *ctx, void *user) {
     sizes.cp = mesh.cp;
     sizes.pp = mesh.pp;
     sizes.ep = mesh.ep;
+    sizes.expert_tp = mesh.sizes.expert_tp;
+    sizes.expert_tp_group = mesh.expert_tp;
+    sizes.dispatch = mesh.dispatch;
     sizes.stages = mesh.sizes.pp * (c->chunks ? c->chunks : 1);
     memcpy(stage_begin, c->stage_begin, sizeof stage_begin);
     if (c->partition_by_cost && !c->dry)
@@ -1066,12 +1083,14 @@ static inline dt_status train(dt_ctx *ctx, void *user) {
     if (c->trace) dt_trace_write(dt_world(ctx), c->trace);
     if (c->svg && !c->dry && dt_error(ctx) == DT_OK && dt_ctx_rank(ctx) == 0)
         train_draw_schedule(ctx, &mesh, &b, c->svg);
-    int first = mesh.coord.dp == 0 && mesh.coord.cp == 0;
+    /* the groups of ZeRO-3, and those of expert folding, may span dp and cp */
+    int takes_part = (mesh.coord.dp == 0 && mesh.coord.cp == 0) || c->zero.stage == 3 ||
+                     mesh.sizes.expert_tp > 0;
     /* A stopped run does not export, because it will continue from its checkpoint. */
     int completed = !c->dry && !saved.stopped;
     if (completed && dt_error(ctx) == DT_OK) train_swap_ema(c, optimizer);
     if (c->export_to && completed && dt_error(ctx) == DT_OK) train_export(c, &model, optimizer);
-    if (c->at_end && !saved.stopped && dt_error(ctx) == DT_OK && (first || c->zero.stage == 3))
+    if (c->at_end && !saved.stopped && dt_error(ctx) == DT_OK && takes_part)
         c->at_end(ctx, &model, c->user);
     if (c->footprint && dt_error(ctx) == DT_OK) {
         train_record_peaks(ctx, c);

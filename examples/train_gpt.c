@@ -234,6 +234,8 @@ enum { BUILT, NOT_BUILT };
     X(CP, "cp", INT, BUILT, "1", 1, 1024, "N", "context parallel") \
     X(PP, "pp", INT, BUILT, "1", 1, 1024, "N", "pipeline parallel") \
     X(EP, "ep", INT, BUILT, "1", 1, 1024, "N", "expert parallel: replicas that shard the experts") \
+    X(EXPERT_TP, "expert-tp", TEXT, BUILT, "off", 0, 0, "off|N", \
+        "expert folding: N ranks shard an expert, ep is no factor of ranks") \
     X(SP, "sp", SWITCH, BUILT, "off", 0, 0, "on|off", "sequence parallel: --tp shards tokens too") \
     X(CP_KIND, "cp-kind", WORD, BUILT, "ring", 0, 0, "ring|zigzag|allgather|ulysses", "with --cp") \
     X(SCHEDULE, "schedule", WORD, BUILT, "1f1b", 0, 0, \
@@ -1298,7 +1300,11 @@ static void print_refused(void) {
         "  heads divides width                          each head is width/heads wide",
         "  kv-heads divides heads                       each key/value head serves heads/kv-heads "
         "query heads",
-        "  dp x pp x cp x tp x ep = ranks",
+        "  dp x pp x cp x tp x ep = ranks               with expert-tp: dp x pp x cp x tp = ranks",
+        "  ep x expert-tp divides dp x cp x tp          expert folding: the experts divide the "
+        "ranks "
+        "of a stage anew",
+        "  tp divides seq/cp with expert-tp             each rank dispatches tokens of its own",
         "  ep divides experts, top-k <= experts         a rank holds complete experts; tp shards "
         "each expert",
         "  G of expert-groups divides experts           the N groups have at least top-k experts",
@@ -1317,9 +1323,9 @@ static void print_refused(void) {
         "  cp divides heads/tp with ulysses             and divides kv-heads/tp or is a multiple "
         "of it",
         "  tp divides seq/cp with sp                    tp also shards a rank's tokens",
-        "  shard-group divides dp x ep x cp             with zero 1 to 3; zero3-keep is for zero 3",
-        "  batch = micro-batch x accum x replicas       replicas = dp x ep; two give the third, "
-        "three must agree",
+        "  shard-group divides replicas x cp            with zero 1 to 3; zero3-keep is for zero 3",
+        "  batch = micro-batch x accum x replicas       replicas = dp x ep, with expert-tp dp; two "
+        "give the third, three must agree",
         "  micro-batch x replicas divides START, INCR   of batch-ramp; INCR divides batch - START",
         "  width/heads even, with --arch llama          the rotary embedding rotates pairs of "
         "elements",
@@ -1930,10 +1936,13 @@ static void resolve_mpi(value *v) {
         launched.size, launcher->launcher[0] ? ", started by " : "", launcher->launcher);
 }
 
+/* Returns the number of replicas: ranks of dp and, if it is an axis of its own, of ep. */
+static int replicas_of(dt_mesh_desc mesh) { return mesh.dp * (mesh.expert_tp ? 1 : mesh.ep); }
+
 static dt_mesh_desc resolve_mesh(value *v) {
     char why[256];
     dt_mesh_desc sizes = { int_of(v, O_DP), int_of(v, O_TP), int_of(v, O_CP), int_of(v, O_PP),
-        int_of(v, O_EP) };
+        int_of(v, O_EP), (int)number_or_word(v, O_EXPERT_TP, "off", 1024, 1) };
     memcpy(launched.summary, launched.launcher.text, sizeof launched.launcher.text);
     resolve_device(v);
     if (is_tcp(v))
@@ -1943,8 +1952,8 @@ static dt_mesh_desc resolve_mesh(value *v) {
     else
         refuse_launcher(v);
     if (!v[O_RANKS].text)
-        compute(&v[O_RANKS],
-            (int64_t)(sizes.dp ? sizes.dp : 1) * sizes.tp * sizes.cp * sizes.pp * sizes.ep);
+        compute(&v[O_RANKS], (int64_t)(sizes.dp ? sizes.dp : 1) * sizes.tp * sizes.cp * sizes.pp *
+                                 (sizes.expert_tp ? 1 : sizes.ep));
     if (dt_mesh_resolve(&sizes, int_of(v, O_RANKS), why, sizeof why) != DT_OK) refuse("%s", why);
     if (!v[O_DP].text) compute(&v[O_DP], sizes.dp);
     return sizes;
@@ -2094,7 +2103,7 @@ static dt_zero_desc resolve_optimizer(value *v) {
 /* Checks the options of loss scaling, ZeRO-3's gathering, HSDP and offloading, and copies their
    values to *z. */
 static void resolve_zero(value *v, dt_mesh_desc mesh, dt_zero_desc *z) {
-    int ranks = mesh.dp * mesh.ep * mesh.cp, group = int_of(v, O_SHARD_GROUP);
+    int ranks = replicas_of(mesh) * mesh.cp, group = int_of(v, O_SHARD_GROUP);
     size_t n = 0;
     if (!v[O_LOSS_SCALE].text && strcmp(v[O_DTYPE].text, "f16") == 0)
         set(&v[O_LOSS_SCALE], O_LOSS_SCALE, "dynamic", COMPUTED);
@@ -2149,7 +2158,7 @@ static void resolve_zero(value *v, dt_mesh_desc mesh, dt_zero_desc *z) {
     if (group && ranks % group != 0)
         refuse("--shard-group %d does not divide the %d ranks of the data group (dp %d x cp %d); "
                "use --shard-group %d",
-            group, ranks, mesh.dp * mesh.ep, mesh.cp, (int)largest_divisor(ranks, group));
+            group, ranks, replicas_of(mesh), mesh.cp, (int)largest_divisor(ranks, group));
 }
 
 /* Refuses axis sizes that cannot shard the model's heads, tokens or experts evenly. Also sets the
@@ -2173,6 +2182,13 @@ static void resolve_sharding(const value *v, dt_mesh_desc mesh, gpt_config *m) {
         refuse("--sp on shards the %lld tokens of a rank (--seq %d over --cp %d) over --tp %d, "
                "which does not divide them; use --seq %lld",
             (long long)tokens, int_of(v, O_SEQ), mesh.cp, mesh.tp,
+            (long long)((tokens / mesh.tp + 1) * mesh.tp * mesh.cp));
+    if (mesh.expert_tp && !m->experts)
+        refuse("--expert-tp %d is for mixtures of experts; use --experts E", mesh.expert_tp);
+    if (mesh.expert_tp && tokens % mesh.tp != 0)
+        refuse("--expert-tp: each rank of --tp %d dispatches a part of the %lld tokens of a rank "
+               "(--seq %d over --cp %d), and %d does not divide them; use --seq %lld",
+            mesh.tp, (long long)tokens, int_of(v, O_SEQ), mesh.cp, mesh.tp,
             (long long)((tokens / mesh.tp + 1) * mesh.tp * mesh.cp));
     if (m->experts % mesh.ep != 0)
         refuse("--ep %d does not divide --experts %d; use --ep %d", mesh.ep, m->experts,
@@ -2337,11 +2353,11 @@ static train_config resolve(value *v) {
     };
     resolve_sharding(v, c.mesh, &c.model);
     resolve_zero(v, c.mesh, &c.zero);
-    c.ramp = parse_ramp(v, c.mesh.dp * c.mesh.ep);
+    c.ramp = parse_ramp(v, replicas_of(c.mesh));
     resolve_schedule(v, &c);
-    resolve_batch(v, c.mesh.dp * c.mesh.ep, c.mesh.pp);
+    resolve_batch(v, replicas_of(c.mesh), c.mesh.pp);
     resolve_pipeline(v, &c);
-    check_ramp(v, &c.ramp, c.mesh.dp * c.mesh.ep);
+    check_ramp(v, &c.ramp, replicas_of(c.mesh));
     resolve_epochs(v, &c);
     c.svg = v[O_SCHEDULE_SVG].text;
     if (c.svg && c.mesh.pp == 1) refuse("--schedule-svg draws a pipeline; use --pp 2 or more");
@@ -2929,9 +2945,11 @@ static void print_settings(const value *v, const train_config *c) {
         v[O_RANKS].text, c->mesh.dp);
     if (c->mesh.cp > 1) line_printf(&out, " x cp%d %s", c->mesh.cp, v[O_CP_KIND].text);
     if (c->mesh.tp > 1) line_printf(&out, " x tp%d%s", c->mesh.tp, m->sp ? " with sp" : "");
-    if (c->mesh.ep > 1) line_printf(&out, " x ep%d", c->mesh.ep);
+    if (c->mesh.ep > 1 && !c->mesh.expert_tp) line_printf(&out, " x ep%d", c->mesh.ep);
     if (c->mesh.pp > 1) line_printf(&out, " x pp%d %s", c->mesh.pp, v[O_SCHEDULE].text);
     if (c->chunks > 1) line_printf(&out, " of %d chunks", c->chunks);
+    if (c->mesh.expert_tp)
+        line_printf(&out, "   experts ep%d x tp%d", c->mesh.ep, c->mesh.expert_tp);
     line_printf(&out, "   zero %s", v[O_ZERO].text);
     if (c->zero.shard_group) line_printf(&out, " in groups of %d", c->zero.shard_group);
     line_printf(&out, "\n");
@@ -2946,7 +2964,7 @@ static void print_settings(const value *v, const train_config *c) {
         v[O_DTYPE].text);
     if (c->mesh.pp > 1) print_stages(c);
     line_printf(&out, "batch   %s = micro-batch %d x accum %d x replicas %d   %lld tokens\n",
-        v[O_BATCH].text, c->micro_batch, c->accum, c->mesh.dp * c->mesh.ep,
+        v[O_BATCH].text, c->micro_batch, c->accum, replicas_of(c->mesh),
         (long long)long_of(v, O_BATCH) * c->seq);
     print_data(v, &c->data);
     line_printf(&out, "options * given, + by --config, $ by the environment, = computed, others "
@@ -3583,18 +3601,23 @@ static dt_status run_once(job *j, dt_report *report, const dt_host *host) {
 }
 
 /* Elastic restart. Reduces dp by 1, or by more until --batch, --batch-ramp and --shard-group divide
-   evenly over the remaining replicas. Changes nothing if --min-ranks is not given, or if fewer
-   ranks than --min-ranks would remain. */
+   evenly over the remaining replicas, and the experts over the remaining ranks. Changes nothing if
+   --min-ranks is not given, or if fewer ranks than --min-ranks would remain. */
 static void drop_replicas(job *j) {
     train_config *c = &j->config;
-    int per = c->mesh.tp * c->mesh.cp * c->mesh.pp * c->mesh.ep, dp = c->mesh.dp - 1;
+    int ep = c->mesh.expert_tp ? 1 : c->mesh.ep, per = c->mesh.tp * c->mesh.cp * c->mesh.pp * ep,
+        dp = c->mesh.dp - 1;
     int64_t B = long_of(j->v, O_BATCH);
     if (!j->v[O_MIN_RANKS].text) return;
     for (; dp >= 1 && dp * per >= int_of(j->v, O_MIN_RANKS); dp--) {
-        int64_t one = (int64_t)c->micro_batch * dp * c->mesh.ep;
+        int64_t one = (int64_t)c->micro_batch * dp * ep;
         int group = c->zero.shard_group;
         int ramps = !c->ramp.samples || (c->ramp.start % one == 0 && c->ramp.incr % one == 0);
-        if (B % one != 0 || !ramps || (group && dp * c->mesh.ep * c->mesh.cp % group != 0))
+        char why[256];
+        dt_mesh_desc fewer = c->mesh;
+        fewer.dp = dp;
+        if (B % one != 0 || !ramps || (group && dp * ep * c->mesh.cp % group != 0) ||
+            dt_mesh_resolve(&fewer, dp * per, why, sizeof why) != DT_OK)
             continue;
         c->mesh.dp = dp;
         c->accum = (int)(B / one);
@@ -3700,27 +3723,38 @@ static void print_group(line *out, int rank, int n, int stride) {
 
 enum { MAP_ROWS = 64 };
 
+/* The axes of the map, in order of their strides. With expert folding, ep and etp (expert_tp)
+   arrange the ranks of a stage anew. */
+enum { MAP_TP, MAP_CP, MAP_EP, MAP_DP, MAP_PP, MAP_EXPERT_TP, MAP_AXES };
+
 static void print_map(const train_config *c, int ranks) {
-    static const char *const names[5] = { "tp", "cp", "ep", "dp", "pp" };
+    static const char *const names[MAP_AXES] = { "tp", "cp", "ep", "dp", "pp", "etp" };
     const dt_mesh_desc *m = &c->mesh;
     line out = { .fd = 1 };
-    int n[5] = { m->tp, m->cp, m->ep, m->dp, m->pp }, stride[5] = { 1 };
-    for (int a = 1; a < 5; a++) stride[a] = stride[a - 1] * n[a - 1];
+    int folded = m->expert_tp > 0, ep = folded ? 1 : m->ep;
+    int n[MAP_AXES] = { m->tp, m->cp, m->ep, m->dp, m->pp, folded ? m->expert_tp : 1 };
+    int stride[MAP_AXES] = { 1, m->tp, folded ? m->expert_tp : m->tp * m->cp, m->tp * m->cp * ep,
+        m->tp * m->cp * ep * m->dp, 1 };
+    int shown[MAP_AXES], a;
+    for (a = 0; a < MAP_AXES; a++) shown[a] = n[a] > 1 || a < MAP_EP || a == MAP_DP;
     line_printf(&out, "rank ");
-    for (int a = 4; a >= 0; a--)
-        if (n[a] > 1 || (a != 2 && a != 4)) line_printf(&out, " %s", names[a]);
-    for (int a = 0; a < 5; a++)
-        if (n[a] > 1) line_printf(&out, "  %s with%-13s", names[a], "");
+    for (a = MAP_AXES - 1; a >= 0; a--)
+        if (shown[a]) line_printf(&out, " %s", names[a]);
+    for (a = 0; a < MAP_AXES; a++)
+        if (n[a] > 1) line_printf(&out, "  %s with%-*s", names[a], 15 - (int)strlen(names[a]), "");
     line_printf(&out, "\n");
     for (int r = 0; r < ranks && r < MAP_ROWS; r++) {
         line_printf(&out, "%4d ", r);
-        for (int a = 4; a >= 0; a--)
-            if (n[a] > 1 || (a != 2 && a != 4)) line_printf(&out, "%3d", r / stride[a] % n[a]);
-        for (int a = 0; a < 5; a++)
+        for (a = MAP_AXES - 1; a >= 0; a--)
+            if (shown[a]) line_printf(&out, "%*d", 1 + (int)strlen(names[a]), r / stride[a] % n[a]);
+        for (a = 0; a < MAP_AXES; a++)
             if (n[a] > 1) print_group(&out, r, n[a], stride[a]);
         line_printf(&out, "\n");
     }
-    if (ranks > MAP_ROWS)
+    if (ranks > MAP_ROWS && folded)
+        line_printf(
+            &out, " ... rank = ((pp * %d + dp) * %d + cp) * %d + tp\n", m->dp, m->cp, m->tp);
+    else if (ranks > MAP_ROWS)
         line_printf(&out, " ... rank = (((pp * %d + dp) * %d + ep) * %d + cp) * %d + tp\n", m->dp,
             m->ep, m->cp, m->tp);
 }

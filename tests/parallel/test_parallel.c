@@ -124,30 +124,56 @@ typedef struct mesh_case {
     dt_mesh_desc asked, sizes;
 } mesh_case;
 
+/* The groups of experts. With expert folding they are those of another mesh over the same ranks,
+   whose axes are pp, expert_data (here dp), ep and expert_tp (here tp). */
+static void check_experts(dt_ctx *ctx, const dt_mesh *m, int world) {
+    int s[AXES], at[AXES], me = dt_ctx_rank(ctx), folded = m->sizes.expert_tp > 0;
+    sizes_of(m->sizes, s);
+    if (folded) {
+        s[AXIS_CP] = 1;
+        s[AXIS_TP] = m->sizes.expert_tp;
+        s[AXIS_DP] = world / (s[AXIS_PP] * s[AXIS_EP] * s[AXIS_TP]);
+    }
+    coordinates(s, me, at);
+    CHECK(m->coord.ep == at[AXIS_EP] && (!folded || m->coord.expert_tp == at[AXIS_TP]));
+    check_group(m->ep, s, world, me, 1u << AXIS_EP, "ep");
+    check_group(m->expert_tp, s, world, me, 1u << AXIS_TP, "expert_tp");
+    check_group(m->expert_data, s, world, me, 1u << AXIS_DP | 1u << AXIS_CP, "expert_data");
+    check_group(
+        m->dispatch, s, world, me, 1u << AXIS_EP | (folded ? 1u << AXIS_TP : 0), "dispatch");
+    check_axis(ctx, m->ep, DT_AXIS_EP);
+    check_axis(ctx, m->expert_tp, DT_AXIS_TP);
+    check_axis(ctx, m->expert_data, DT_AXIS_DP);
+    check_axis(ctx, m->dispatch, DT_AXIS_EP);
+    /* dt_zero tells experts from dense parameters by their groups */
+    CHECK(folded ? !m->expert_tp || m->expert_tp != m->tp : m->expert_tp == m->tp);
+}
+
 static dt_status mesh_main(dt_ctx *ctx, void *user) {
     const mesh_case *c = (const mesh_case *)user;
     dt_mesh m = dt_mesh_make(ctx, c->asked);
     int s[AXES], at[AXES], me = dt_ctx_rank(ctx), world = dt_comm_size(dt_world(ctx));
-    sizes_of(c->sizes, s);
+    dt_mesh_desc dense = c->sizes;
+    if (dense.expert_tp) dense.ep = 1; /* no axis of the dense layers */
+    sizes_of(dense, s);
     coordinates(s, me, at);
     CHECK(memcmp(&m.sizes, &c->sizes, sizeof m.sizes) == 0);
     CHECK(m.world == dt_world(ctx));
-    CHECK(m.sizes.dp * m.sizes.tp * m.sizes.cp * m.sizes.pp * m.sizes.ep == world);
-    CHECK(m.coord.pp == at[AXIS_PP] && m.coord.dp == at[AXIS_DP] && m.coord.ep == at[AXIS_EP] &&
-          m.coord.cp == at[AXIS_CP] && m.coord.tp == at[AXIS_TP]);
-    int dp_row = m.coord.pp * s[AXIS_DP] + m.coord.dp, ep_row = dp_row * s[AXIS_EP] + m.coord.ep;
+    CHECK(s[AXIS_DP] * s[AXIS_TP] * s[AXIS_CP] * s[AXIS_PP] * s[AXIS_EP] == world);
+    CHECK(m.coord.pp == at[AXIS_PP] && m.coord.dp == at[AXIS_DP] && m.coord.cp == at[AXIS_CP] &&
+          m.coord.tp == at[AXIS_TP]);
+    int dp_row = m.coord.pp * s[AXIS_DP] + m.coord.dp, ep_row = dp_row * s[AXIS_EP] + at[AXIS_EP];
     CHECK(me == (ep_row * s[AXIS_CP] + m.coord.cp) * s[AXIS_TP] + m.coord.tp);
-    CHECK(
-        m.replicas == s[AXIS_DP] * s[AXIS_EP] && m.replica == m.coord.dp * s[AXIS_EP] + m.coord.ep);
+    CHECK(m.replicas == s[AXIS_DP] * s[AXIS_EP] &&
+          m.replica == m.coord.dp * s[AXIS_EP] + at[AXIS_EP]);
     check_group(m.pp, s, world, me, 1u << AXIS_PP, "pp");
     check_group(m.dp, s, world, me, 1u << AXIS_DP, "dp");
-    check_group(m.ep, s, world, me, 1u << AXIS_EP, "ep");
     check_group(m.cp, s, world, me, 1u << AXIS_CP, "cp");
     check_group(m.tp, s, world, me, 1u << AXIS_TP, "tp");
     check_group(m.data, s, world, me, 1u << AXIS_DP | 1u << AXIS_EP | 1u << AXIS_CP, "data");
     check_axis(ctx, m.pp, DT_AXIS_PP);
     check_axis(ctx, m.dp, DT_AXIS_DP);
-    check_axis(ctx, m.ep, DT_AXIS_EP);
+    check_experts(ctx, &m, world);
     check_axis(ctx, m.cp, DT_AXIS_CP);
     check_axis(ctx, m.tp, DT_AXIS_TP);
     check_axis(ctx, m.data, DT_AXIS_DP); /* gradients count as dp, whichever axes the group spans */
@@ -173,6 +199,17 @@ static void test_mesh(void) {
         if (s.pp == 1) c.asked.pp = 0;
         CHECK(run(world, mesh_main, &c).status == DT_OK);
     }
+    /* expert folding: ep over tp, cp, dp and several of them; expert_tp less or more than tp */
+    static const dt_mesh_desc folded[] = { { 1, 2, 1, 1, 2, 1 }, { 1, 1, 2, 2, 2, 1 },
+        { 1, 2, 2, 1, 4, 1 }, { 2, 2, 1, 1, 2, 2 }, { 2, 2, 1, 2, 4, 1 }, { 2, 1, 1, 1, 1, 2 },
+        { 2, 2, 1, 1, 1, 4 }, { 2, 2, 1, 1, 1, 1 }, { 2, 3, 2, 1, 3, 2 }, { 3, 2, 1, 2, 2, 1 },
+        { 1, 1, 1, 2, 1, 1 } };
+    for (size_t i = 0; i < sizeof folded / sizeof *folded; i++) {
+        const dt_mesh_desc *s = &folded[i];
+        mesh_case c = { *s, *s };
+        if (i % 2) c.asked.dp = 0;
+        CHECK(run(s->dp * s->tp * s->cp * s->pp, mesh_main, &c).status == DT_OK);
+    }
 }
 
 static dt_status bad_mesh_main(dt_ctx *ctx, void *user) {
@@ -189,11 +226,21 @@ static dt_status bad_mesh_main(dt_ctx *ctx, void *user) {
    is wrong. */
 static const char *wrong_choice(dt_mesh_desc asked, int ranks, const char *text) {
     char number[24], ignored[300];
-    int dp = 0;
+    int dp = 0, ep = 0, expert_tp = 0;
     long long other = 0;
     snprintf(number, sizeof number, "%d ranks", ranks);
-    if (!strstr(text, number)) return "the number of ranks is missing";
     const char *use = strstr(text, "use ");
+    if (use && sscanf(use, "use ep %d and expert_tp %d", &ep, &expert_tp) == 2) {
+        if (!(ep > 0 && ep <= (asked.ep ? asked.ep : 1)) ||
+            !(expert_tp > 0 && expert_tp <= asked.expert_tp))
+            return "the proposal is larger than what was asked";
+        asked.ep = ep;
+        asked.expert_tp = expert_tp;
+        return dt_mesh_resolve(&asked, ranks, ignored, sizeof ignored) == DT_OK
+                   ? NULL
+                   : "the proposal is refused, too";
+    }
+    if (!strstr(text, number)) return "the number of ranks is missing";
     if (ranks < 1) return NULL;
     if (!use) return "the text proposes nothing";
     if (sscanf(use, "use dp %d", &dp) == 1)
@@ -202,6 +249,7 @@ static const char *wrong_choice(dt_mesh_desc asked, int ranks, const char *text)
         ranks = (int)other;
     else
         return "the text proposes nothing";
+    if (asked.expert_tp) asked.ep = asked.expert_tp = 1; /* that is another rule */
     return dt_mesh_resolve(&asked, ranks, ignored, sizeof ignored) == DT_OK
                ? NULL
                : "the proposal is refused, too";
@@ -212,12 +260,14 @@ static const char *wrong_choice(dt_mesh_desc asked, int ranks, const char *text)
 static const char *wrong_sizes(dt_mesh_desc asked, int ranks, char *text) {
     dt_mesh_desc s = asked;
     int tp = s.tp ? s.tp : 1, cp = s.cp ? s.cp : 1, pp = s.pp ? s.pp : 1, ep = s.ep ? s.ep : 1;
-    int others = tp * cp * pp * ep, dp = s.dp ? s.dp : ranks / others;
+    int others = tp * cp * pp * (s.expert_tp ? 1 : ep), dp = s.dp ? s.dp : ranks / others;
     int legal = ranks >= 1 && dp >= 1 && dp * others == ranks;
+    if (legal && s.expert_tp) legal = dp * tp * cp % (ep * s.expert_tp) == 0;
     dt_status status = dt_mesh_resolve(&s, ranks, text, 300);
     if (legal && status != DT_OK) return "refused";
     if (legal)
-        return s.dp == dp && s.tp == tp && s.cp == cp && s.pp == pp && s.ep == ep
+        return s.dp == dp && s.tp == tp && s.cp == cp && s.pp == pp && s.ep == ep &&
+                       s.expert_tp == asked.expert_tp
                    ? NULL
                    : "resolved wrong";
     return status == DT_ERR_ARG ? wrong_choice(asked, ranks, text) : "accepted";
@@ -228,16 +278,18 @@ static void test_all_sizes(void) {
     char text[300] = "", first[500] = "";
     int wrong = 0, all = 0;
     for (int ranks = 0; ranks <= 12; ranks++)
-        for (int code = 0; code < 5 * 5 * 3 * 3 * 3; code++, all++) {
+        for (int code = 0; code < 5 * 5 * 3 * 3 * 3 * 4; code++, all++) {
             dt_mesh_desc s = { .dp = code % 5,
                 .tp = code / 5 % 5,
                 .cp = code / 25 % 3,
                 .pp = code / 75 % 3,
-                .ep = code / 225 };
+                .ep = code / 225 % 3,
+                .expert_tp = code / 675 };
             const char *why = wrong_sizes(s, ranks, text);
             if (why && !wrong++)
-                snprintf(first, sizeof first, "%s: dp %d tp %d cp %d pp %d ep %d on %d: %s", why,
-                    s.dp, s.tp, s.cp, s.pp, s.ep, ranks, text);
+                snprintf(first, sizeof first,
+                    "%s: dp %d tp %d cp %d pp %d ep %d expert_tp %d on %d: %s", why, s.dp, s.tp,
+                    s.cp, s.pp, s.ep, s.expert_tp, ranks, text);
         }
     CHECK_MSG(wrong == 0, "%d of %d mesh sizes fail; the first: %s", wrong, all, first);
 }
@@ -253,6 +305,10 @@ static void test_mesh_sizes(void) {
     s = (dt_mesh_desc){ .dp = 3, .tp = 2 };
     CHECK(dt_mesh_resolve(&s, 4, text, sizeof text) == DT_ERR_ARG && strstr(text, "dp 3") &&
           strstr(text, "use dp 2"));
+    s = (dt_mesh_desc){ .tp = 2, .cp = 2, .ep = 3, .expert_tp = 2 };
+    CHECK(dt_mesh_resolve(&s, 4, text, sizeof text) == DT_ERR_ARG &&
+          strstr(text, "ep 3 x expert_tp 2 does not divide dp 1 x cp 2 x tp 2 = 4; use ep 2 and "
+                       "expert_tp 2"));
     /* no overflow */
     s = (dt_mesh_desc){ .dp = 1 << 30, .tp = 1 << 30, .cp = 1 << 30, .pp = 1 << 30, .ep = 1 << 30 };
     CHECK(dt_mesh_resolve(&s, 4, text, sizeof text) == DT_ERR_ARG);

@@ -103,6 +103,10 @@ try 2 'schedule gpipe: the legal values are naive\|afab\|1f1b\|interleaved\|zb' 
 try 2 'schedule-svg draws a pipeline' --schedule-svg x.svg
 try 2 'schedule-svg no/such/dir/s.svg: No such file' $tiny --data "$dir/text" --pp 2 --schedule-svg no/such/dir/s.svg
 try 2 'ep 3 does not divide --experts 4; use --ep 2' --experts 4 --ep 3 --batch 12
+try 2 'ep 3 x expert_tp 1 does not divide dp 2 x cp 1 x tp 2 = 4; use ep 2 and expert_tp 1$' --experts 6 --ep 3 --expert-tp 1 --dp 2 --tp 2
+try 2 'expert-tp 2 is for mixtures of experts; use --experts E$' --tp 2 --expert-tp 2
+try 2 'expert-tp: each rank of --tp 2 dispatches a part of the 5 tokens of a rank \(--seq 5 .*; use --seq 6$' --experts 2 --tp 2 --expert-tp 1 --seq 5
+for x in 0 -1 1.5 on ''; do try 2 'expert-tp' --experts 2 --expert-tp "$x"; done
 try 2 'top-k 3 of --experts 2; use --top-k 2' --experts 2 --top-k 3
 for x in 0 -4 4.5 many ''; do try 2 'experts' --experts "$x"; done
 for x in 0 -1 nan dropful ''; do try 2 'capacity' --capacity "$x" --experts 2; done
@@ -322,18 +326,28 @@ report "$bad" "$n mixtures over ep have the losses and drops of one rank, and se
 deep="$tiny --arch llama --layers 2 --data $dir/text --mla 6:4:4:2:3 --mtp 1 --experts 4 --route sigmoid --expert-groups 2:1
     --shared-experts 1 --moe-ffn 8 --first-dense 1 --gate-scale 2.5 --router-bias 0.01 --dtype f64"
 try 0 '' $deep --log-csv "$dir/one.csv"
-for x in "--tp 2 --pp 2 --micro-batch 2" "--ep 2 --cp 2 --zero 3"; do
+for x in "--tp 2 --pp 2 --micro-batch 2" "--ep 2 --cp 2 --zero 3" "--dp 2 --tp 2 --ep 2 --expert-tp 2 --zero 2"; do
     try 0 '' $deep $x --log-csv "$dir/p.csv"
     paste -d, "$dir/p.csv" "$dir/one.csv" | awk -F, 'function far(a, b) { return (a > b ? a - b : b - a) > 1e-12 * b }
         NR == 1 { ok = $28 == "mtp_loss" } NR > 1 { ok = ok && $28 > 1 && !far($2, $30) && !far($28, $56); n++ } END { exit !(ok && n == 3) }'
     report $? "latent attention, sigmoid routing and multi-token prediction with $x have the losses of one rank"
 done
 mixed="$tiny --data $dir/text --experts 4 --capacity 1 --router-bias 0.05 --steps 5 --dtype f64 --val $dir/text"
-for x in "--eval-every 0" "--eval-every 1" "--eval-every 1 --dp 2 --ep 2"; do
+for x in "--eval-every 0" "--eval-every 1" "--eval-every 1 --dp 2 --ep 2" "--eval-every 1 --tp 2 --ep 2 --expert-tp 1"; do
     try 0 '' $mixed $x --log-csv "$dir/v.csv"
     [ "$x" = "--eval-every 0" ] && cp "$dir/v.csv" "$dir/one.csv"
     paste -d, <(cut -d, -f1-24 "$dir/v.csv") "$dir/one.csv" | awk -F, 'NR>1{d=$2-$26; if(d<0)d=-d; good+=(d<=1e-12*$26 && $24==$48)} END{exit good!=5}'
     report $? "a mixture with $x: validation does not change the routers' counts"
+done
+# Every rank has a part of the model if the experts are folded over dp.
+folded="$tiny --data $dir/text --experts 4 --seed 3 --lr 0.02 --dtype f64 --batch 12 --steps 8 --quiet --generate 40"
+try 0 '' $folded --ranks 1 --log-csv "$dir/one.csv"
+cp "$dir/out" "$dir/said"
+for x in "--dp 2 --expert-tp 2" "--tp 2 --cp 2 --ep 4 --expert-tp 1" "--dp 2 --tp 2 --pp 2 --ep 2 --expert-tp 2 --zero 3"; do
+    try 0 '' $folded $x --log-csv "$dir/p.csv"
+    cmp -s "$dir/out" "$dir/said" && paste -d, <(cut -d, -f1-3 "$dir/p.csv") "$dir/one.csv" | awk -F, '
+        function far(a, b) { return (a > b ? a - b : b - a) > 1e-11 * b } NR > 1 { n += !far($2, $5) && !far($3, $6) } END { exit n != 8 }'
+    report $? "a mixture with $x: the losses, norms and generated text of one rank"
 done
 try 0 '' $tiny --data "$dir/text" --batch 12 --pp 2 --tp 2 --schedule interleaved --partition cost --val "$dir/text" --generate 9 \
     --schedule-svg "$dir/s.svg"
@@ -512,7 +526,7 @@ for model in "" "--arch llama --experts 2 --heads 2 --tie off"; do
         grep -aq '"m.h.0.attn.q.weight"' "$dir"/muon/step-5/optim.safetensors && grep -aq '"v.ln_f.weight"' "$dir"/muon/step-5/optim.safetensors
     report $? "--optimizer muon $model: AdamW has the embeddings and gains, Muon the matrices"
     rm -r "$dir/muon"
-    for x in "--dp 2 --zero 1" "--dp 2 --zero 3" "--tp 2" "--pp 2" ${model:+"--ep 2 --zero 2"}; do
+    for x in "--dp 2 --zero 1" "--dp 2 --zero 3" "--tp 2" "--pp 2" ${model:+"--ep 2 --zero 2" "--dp 2 --tp 2 --ep 2 --expert-tp 2 --zero 1"}; do
         n=$((n + 1))
         timeout $((60 * SLOW)) "$B/train_gpt" $tiny $model --data "$dir/text" --batch 12 $x --quiet --optimizer muon --lr 0.01 --steps 5 \
             --dtype f64 --log-csv "$dir/p.csv" >"$dir/err" 2>&1 || bad=1

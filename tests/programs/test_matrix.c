@@ -49,6 +49,7 @@ typedef struct spec {
     int experts, top_k, capacity, every, shared, balance, z, bias, deep;
     int sched, chunks, cut, sp, kind, accum, micro, stage, shard, keep, no_overlap, tree, offload;
     int optimizer, clip, bucket, freeze, split, recompute, steps, procs, devices, late, net, lora;
+    int fold;
 } spec;
 
 enum { SAMPLE = 16, MOST_DEVICES = 8 };
@@ -71,7 +72,8 @@ enum { CUT_EVEN = 0, CUT_ENDS, CUT_LIST, CUT_LIST_2 };
    stages of their own, or random stages. accum: micro-batches. shard: ranks of a ZeRO shard group,
    0: all. devices: 0: the CPU. late: the seed of the order in which streams run. net: ranks share
    memory, connect by TCP, or have one device each and NCCL. lora: adapters of a frozen GPT, whose
-   weights may be quantised. */
+   weights may be quantised. fold: expert_tp of expert folding; ep is then no factor of the
+   ranks. */
 typedef struct field {
     const char *name;
     size_t at;
@@ -94,6 +96,7 @@ static const field fields[] = {
     F(late, 0),
     F(net, NET_NONE, NET_TCP, NET_NCCL),
     F(lora, LORA_NONE, LORA_QV, LORA_ALL, LORA_BF16, LORA_NF4, LORA_INT8),
+    F(fold, 0, 1, 2, 3, 4, 6),
     /* the generator does not draw the fields above one by one */
     F(model, MODEL_GPT, MODEL_OWN),
     F(llama, 0, 1),
@@ -141,7 +144,7 @@ static const field fields[] = {
     F(recompute, REC_NONE, REC_SELECTIVE, REC_FULL, REC_FULL_2, REC_FULL_3),
     F(steps, 1, 2),
 };
-enum { FIELDS = sizeof fields / sizeof *fields, AXES = 5, FIRST = 10, DRAWN = FIELDS - FIRST + 6 };
+enum { FIELDS = sizeof fields / sizeof *fields, AXES = 5, FIRST = 11, DRAWN = FIELDS - FIRST + 6 };
 
 static int *value_of(spec *s, const field *f) { return (int *)((char *)s + f->at); }
 
@@ -176,11 +179,12 @@ static int parse_spec(const char *text, spec *s) {
     return 1;
 }
 
-static int ranks_of(spec s) { return s.dp * s.ep * s.tp * s.cp * s.pp; }
+static int replicas_of(spec s) { return s.dp * (s.fold ? 1 : s.ep); }
+static int ranks_of(spec s) { return replicas_of(s) * s.tp * s.cp * s.pp; }
 static int heads_of(spec s) { return s.heads * s.tp; }
-static int tokens_of(spec s) { return s.seq * s.cp * (s.sp ? s.tp : 1); }
+static int tokens_of(spec s) { return s.seq * s.cp * (s.sp || s.fold ? s.tp : 1); }
 static int experts_of(spec s) { return s.experts * s.ep; }
-static int sequences_of(spec s) { return s.dp * s.ep * s.accum * s.micro; }
+static int sequences_of(spec s) { return replicas_of(s) * s.accum * s.micro; }
 static int stages_of(spec s) { return s.pp * s.chunks; }
 static int items_of(spec s) { return 2 * s.layers + (s.model == MODEL_GPT ? 2 : 0); }
 static int is_mixture(spec s, int layer) { return s.experts > 0 && (layer + 1) % s.every == 0; }
@@ -196,20 +200,20 @@ static int mixtures_of(spec s) { return s.experts > 0 ? s.layers / s.every : 0; 
 /* The same case on one rank, with the same sizes of the model. */
 static spec alone_of(spec s) {
     spec a = s;
-    a.micro = s.dp * s.ep * s.accum * s.micro;
+    a.micro = sequences_of(s);
     a.heads = heads_of(s);
     a.seq = tokens_of(s);
     a.experts = experts_of(s);
     a.dp = a.ep = a.tp = a.cp = a.pp = a.accum = a.chunks = 1;
     a.stage = a.shard = a.keep = a.no_overlap = a.tree = a.split = a.bucket = a.recompute = a.sp =
         a.kind = 0;
-    a.sched = a.cut = a.procs = a.devices = a.late = a.net = 0;
+    a.sched = a.cut = a.procs = a.devices = a.late = a.net = a.fold = 0;
     a.offload = OFF_NONE;
     return a;
 }
 
 /* The rules that make a draw invalid, by number; 0: the draw is valid. They only do arithmetic. */
-enum { RULES = 16 };
+enum { RULES = 17 };
 static const char *const rules[RULES] = { "one value has no effect with the other",
     "more stages than items of the model", "key heads over tp", "query heads over key heads",
     "rotary embedding of heads of odd width", "tokens over cp by zigzag",
@@ -217,7 +221,8 @@ static const char *const rules[RULES] = { "one value has no effect with the othe
     "parameters offloaded below stage 3", "top_k above the number of experts",
     "several chunks without the interleaved schedule, or a V without two",
     "zero-bubble with fewer micro-batches than ranks", "f64 on a device",
-    "forked processes on a device", "NCCL without devices" };
+    "forked processes on a device", "NCCL without devices",
+    "ranks of a stage by ep and expert_tp" };
 
 /* 1: a pipeline in a V, whose rank r has stages r and 2 pp - 1 - r. */
 static int is_v(spec s) { return s.sched == DT_SCHEDULE_ZBV || s.sched == DT_SCHEDULE_DUALPIPE_V; }
@@ -238,7 +243,7 @@ static int refusal(spec s) {
     if (ulysses && gpt &&
         dt_cp_check(s.kind, tokens_of(s), s.cp, s.heads, keys, why, sizeof why) != DT_OK)
         return 6;
-    if (s.shard > 0 && (s.stage == 0 || s.dp * s.ep * s.cp % s.shard != 0)) return 7;
+    if (s.shard > 0 && (s.stage == 0 || replicas_of(s) * s.cp % s.shard != 0)) return 7;
     if (s.keep && s.stage < 3) return 8;
     if (s.offload >= OFF_ALL && s.stage < 3) return 9;
     if (s.experts > 0 && s.top_k > experts_of(s)) return 10;
@@ -248,6 +253,7 @@ static int refusal(spec s) {
     if (s.devices && s.type == TYPE_F64) return 13;
     if (s.devices && s.procs) return 14;
     if (s.net == NET_NCCL && !s.devices) return 15;
+    if (s.fold && s.dp * s.cp * s.tp % (s.ep * s.fold) != 0) return 16;
     return 0;
 }
 
@@ -291,7 +297,7 @@ typedef struct own_model {
     dt_ctx *ctx;
     spec s;
     int width;
-    dt_comm *tp, *cp, *ep;
+    dt_comm *tp, *cp, *ep, *expert_tp, *dispatch;
     dt_placement outside;
     own_layer layer[MOST_LAYERS];
     double exchanged; /* elements that this rank has to send over ep */
@@ -339,7 +345,7 @@ static void own_register_item(own_model *m, int item) {
     spec s = m->s;
     own_layer *l = &m->layer[item / 2];
     dt_param_desc plain = { .dtype = type_of(s) }, row = plain, column = plain, same = plain,
-                  up = plain, down = plain;
+                  up = plain, down = plain, router;
     dt_param_desc bias = { .dtype = s.type == TYPE_F64 ? DT_F64 : DT_F32, .frozen = 1 };
     int E = experts_of(s), mixture = is_mixture(s, item / 2),
         out = item / 2 + 1 < s.layers ? m->width : OUT;
@@ -347,9 +353,13 @@ static void own_register_item(own_model *m, int item) {
     row.shards[0].comm = column.shards[0].comm = m->tp;
     column.shards[0].dim = 1;
     if (s.sp) same.grad_placements[0] = (dt_grad_placement){ m->tp, DT_GRAD_PARTIAL };
-    up.shards[0] = (dt_shard_spec){ m->tp, 1 };
-    down.shards[0] = (dt_shard_spec){ m->tp, 2 };
+    up.shards[0] = (dt_shard_spec){ m->expert_tp, 1 };
+    down.shards[0] = (dt_shard_spec){ m->expert_tp, 2 };
     up.shards[1] = down.shards[1] = (dt_shard_spec){ m->ep, 0 };
+    router = same;
+    if (s.fold) router.grad_placements[0] = (dt_grad_placement){ m->tp, DT_GRAD_PARTIAL };
+    if (s.fold == 1 && s.ep == 1) /* nothing shards the experts */
+        up.grad_placements[0] = down.grad_placements[0] = router.grad_placements[0];
     char scope[16];
     snprintf(scope, sizeof scope, "l.%d.", item / 2);
     dt_scope(m->ctx, scope);
@@ -357,7 +367,7 @@ static void own_register_item(own_model *m, int item) {
         l->before = dt_param_at(m->ctx, "before", DT_SHAPE(m->width), DT_UNIFORM(0.5), same);
     if (item % 2 == 1 && mixture) {
         l->router = dt_param_at(
-            m->ctx, "router", DT_SHAPE(E, m->width), DT_NORMAL(0.8 / sqrt(m->width)), same);
+            m->ctx, "router", DT_SHAPE(E, m->width), DT_NORMAL(0.8 / sqrt(m->width)), router);
         if (s.bias) l->bias = dt_param_at(m->ctx, "bias", DT_SHAPE(E), DT_ZEROS, bias);
         l->expert_up = dt_param_at(
             m->ctx, "expert_up", DT_SHAPE(E, s.ffn, m->width), DT_NORMAL(0.8 / sqrt(m->width)), up);
@@ -384,6 +394,8 @@ static own_model own_register(dt_ctx *ctx, spec s, const dt_mesh *mesh, const in
         .tp = mesh->tp,
         .cp = mesh->cp,
         .ep = mesh->ep,
+        .expert_tp = mesh->expert_tp,
+        .dispatch = mesh->dispatch,
         .outside = s.sp ? DT_SHARD(1) : DT_REPLICATE };
     for (int stage = 0; stage < stages_of(s); stage++) {
         if (rank_of_stage(s, stage) != mesh->coord.pp) continue;
@@ -397,6 +409,7 @@ static own_model own_register(dt_ctx *ctx, spec s, const dt_mesh *mesh, const in
 /* An expert is two linear layers with a square between them. */
 static dt_tensor *own_mixture(own_model *m, own_layer *l, dt_tensor *x) {
     spec s = m->s;
+    dt_placement routed = s.fold ? DT_SHARD(1) : m->outside;
     dt_route_desc d = { .k = s.top_k,
         .capacity = 0.5 * s.capacity,
         .balance = 0.3 * s.balance,
@@ -404,24 +417,26 @@ static dt_tensor *own_mixture(own_model *m, own_layer *l, dt_tensor *x) {
         .sequences = sequences_of(s),
         .bias = l->bias,
         .tp = m->tp,
-        .outside = m->outside,
+        .outside = routed,
         .cp = m->cp,
         .kind = s.kind,
-        .counts = &l->route };
+        .counts = &l->route,
+        .expert_tp = s.fold };
+    x = dt_redistribute(x, m->tp, m->outside, routed);
     dt_routing *to = dt_route(x, l->router, d);
-    dt_tensor *h = dt_dispatch(dt_tp_enter(x, m->tp, m->outside), to, m->ep);
+    dt_tensor *h = dt_dispatch(s.fold ? x : dt_tp_enter(x, m->tp, routed), to, m->dispatch);
     h = square(dt_expert_linear(h, to, l->expert_up, NULL, (dt_expert_desc){ 0 }));
     h = dt_expert_linear(h, to, l->expert_down, NULL, (dt_expert_desc){ 0 });
     /* bytes sent: rows to other ranks' experts, other ranks' rows back, and the gradients of
        both */
-    for (int r = 0; h && r < dt_comm_size(m->ep); r++) {
-        double there = r == dt_comm_rank(m->ep) ? 0 : (double)to->exchange->rows_to[r],
-               out = (double)h->shape.d[1];
-        double here = r == dt_comm_rank(m->ep) ? 0 : (double)to->exchange->rows_from[r];
+    for (int r = 0; h && r < dt_comm_size(m->dispatch); r++) {
+        if (r == dt_comm_rank(m->dispatch)) continue;
+        double there = (double)to->exchange->rows_to[r], out = (double)h->shape.d[1],
+               here = (double)to->exchange->rows_from[r];
         m->exchanged += there * m->width + here * out;
         if (!dt_recomputing(m->ctx)) m->exchanged += there * out + here * m->width;
     }
-    return dt_redistribute(dt_combine(h, to), m->tp, DT_PARTIAL, m->outside);
+    return dt_redistribute(dt_combine(h, to), m->tp, s.fold ? routed : DT_PARTIAL, m->outside);
 }
 
 /* A column-parallel, then a row-parallel layer. If tp does not divide the hidden size, the padding
@@ -528,7 +543,13 @@ typedef struct result {
 /* 1 if this rank writes the slice; other ranks with a copy of the slice compare theirs. */
 static int writes_slice(const dt_tensor *t, const dt_mesh *mesh) {
     const dt_param_desc *d = &t->param->desc;
-    int tp_sharded = 0, ep_sharded = 0, other = 0;
+    int tp_sharded = 0, ep_sharded = 0, other = 0, folded = mesh->sizes.expert_tp > 0;
+    for (int c = 0; c < 5 && folded; c++) { /* a slice of folded experts has other copies */
+        const dt_comm *comm = c < 3 ? d->shards[c].comm : d->grad_placements[c - 3].comm;
+        if (!comm || (comm != mesh->ep && comm != mesh->expert_tp)) continue;
+        int whole = d->shards[0].comm != mesh->expert_tp && mesh->coord.expert_tp > 0;
+        return dt_comm_rank(mesh->expert_data) == 0 && !whole;
+    }
     for (int c = 0; c < 3; c++) {
         ep_sharded |= d->shards[c].comm && d->shards[c].comm == mesh->ep;
         tp_sharded |= d->shards[c].comm && d->shards[c].comm != mesh->ep;
@@ -536,7 +557,7 @@ static int writes_slice(const dt_tensor *t, const dt_mesh *mesh) {
     for (int k = 0; k < 2; k++)
         if (d->grad_placements[k].comm && (k == 1 || tp_sharded))
             other |= dt_comm_rank(d->grad_placements[k].comm);
-    other |= (!ep_sharded && mesh->coord.ep > 0) || (!tp_sharded && mesh->coord.tp > 0);
+    other |= (!ep_sharded && !folded && mesh->coord.ep > 0) || (!tp_sharded && mesh->coord.tp > 0);
     return mesh->coord.dp == 0 && mesh->coord.cp == 0 && !other;
 }
 
@@ -811,7 +832,7 @@ static dt_route_counts *route_of(job *j, int layer) {
 /* Sums the routers' counts over all ranks, then updates the router biases. */
 static void end_routes(job *j) {
     spec s = j->s;
-    dt_comm *const groups[3] = { j->mesh.data, s.sp ? j->mesh.tp : NULL, j->mesh.pp };
+    dt_comm *const groups[3] = { j->mesh.data, s.sp || s.fold ? j->mesh.tp : NULL, j->mesh.pp };
     int E = experts_of(s);
     for (int i = 0; i < s.layers + modules_of(s) && s.experts > 0; i++) {
         dt_route_counts *c = route_of(j, i);
@@ -921,6 +942,9 @@ static void register_model(job *j) {
         .z = 0.1 * s.z,
         .router_bias = 0.05 * s.bias,
         .ep = j->mesh.ep,
+        .expert_tp = j->mesh.sizes.expert_tp,
+        .expert_tp_group = j->mesh.expert_tp,
+        .dispatch = j->mesh.dispatch,
         .pp = j->mesh.pp,
         .stages = stages_of(s),
         .stage_begin = j->first,
@@ -991,7 +1015,9 @@ static double pipeline_bytes(const job *j) {
    and combine, forward and backward, and forward again in recomputed layers. */
 static double most_exchanged(const job *j) {
     spec s = j->s;
-    double rows = (double)s.micro * tokens_of(s) / s.cp * s.top_k * s.accum * s.steps * 2 * s.ep,
+    int tp = s.fold ? s.tp : 1, copies = s.fold ? s.fold : 1, ranks = s.ep * copies;
+    double rows = (double)s.micro * tokens_of(s) / (s.cp * tp) * s.top_k * s.accum * s.steps * 2 *
+                  (ranks + copies - 1),
            mixtures = 0;
     for (int stage = 0; stage < stages_of(s); stage++)
         for (int i = j->first[stage]; i < j->first[stage + 1]; i++)
@@ -1000,8 +1026,8 @@ static double most_exchanged(const job *j) {
     for (int k = 0; k < modules_of(s) && rank_of_stage(s, stages_of(s) - 1) == j->mesh.coord.pp;
          k++)
         mixtures += is_mixture(s, s.layers + k);
-    return s.ep == 1 ? 0
-                     : rows * mixtures * heads_of(s) * s.dim * (s.recompute >= REC_FULL ? 1.5 : 1);
+    return ranks == 1 ? 0
+                      : rows * mixtures * heads_of(s) * s.dim * (s.recompute >= REC_FULL ? 1.5 : 1);
 }
 
 static void store_bytes(job *j) {
@@ -1054,7 +1080,8 @@ static dt_status rank_main(dt_ctx *ctx, void *user) {
     j->s = s;
     j->ctx = ctx;
     j->mesh = dt_mesh_make(
-        ctx, (dt_mesh_desc){ .dp = s.dp, .tp = s.tp, .cp = s.cp, .pp = s.pp, .ep = s.ep });
+        ctx, (dt_mesh_desc){
+                 .dp = s.dp, .tp = s.tp, .cp = s.cp, .pp = s.pp, .ep = s.ep, .expert_tp = s.fold });
     register_model(j);
     j->zero = dt_zero_make(ctx, optimizer_of(s, &j->mesh));
     if (stages_of(s) > 1)
@@ -1172,7 +1199,7 @@ static void compare(verdict *v, const result *a, const result *b) {
     spec s = a->s;
     double tol = s.type ? 1e-5 : 1e-12, scale[MAX_PARAMS], part[MAX_PARAMS] = { 0 }, clip = 0;
     /* with fewer rows in a product cuBLASLt takes another algorithm, which rounds differently */
-    int fewer_rows = s.dp * s.ep * s.accum > 1;
+    int fewer_rows = replicas_of(s) * s.accum > 1;
     int sums_round = narrow(s) && (s.tp * s.cp > 1 || (s.devices && (!b->s.devices || fewer_rows)));
     double least = narrow(s) ? 0.2
                    : s.type  ? 1e-3
@@ -1520,6 +1547,24 @@ static const char *const named[] = {
     "tied=1,stage=3,recompute=1,clip=1,steps=3",
     "tp=2,sp=1,ep=2,pp=4,accum=8,sched=6,chunks=2,layers=3,heads=1,dim=4,ffn=7,seq=2,vocab=17,"
     "experts=2,top_k=2,tied=1,stage=2,clip=1,steps=2",
+    /* expert folding: ep over tp, over cp, over both; expert_tp over dp, over tp and dp */
+    "tp=2,ep=2,fold=1,experts=2,top_k=2,capacity=2,balance=1,z=1,bias=1,shared=1,accum=2,layers=2,"
+    "heads=2,dim=2,ffn=7,seq=2,vocab=17,stage=1,clip=1,steps=2",
+    "cp=2,kind=1,ep=2,fold=1,llama=1,experts=2,top_k=2,capacity=1,balance=1,layers=2,heads=2,dim=2,"
+    "ffn=4,seq=2,vocab=17,stage=3,clip=1,steps=3",
+    "tp=2,sp=1,cp=2,pp=2,ep=4,fold=1,experts=1,top_k=2,capacity=2,balance=1,z=1,accum=2,sched=2,"
+    "layers=2,heads=1,dim=4,ffn=4,seq=2,vocab=17,tied=1,stage=2,clip=1,steps=2",
+    "dp=2,tp=2,ep=1,fold=4,experts=3,top_k=2,capacity=2,bias=1,layers=2,heads=1,dim=4,ffn=7,seq=2,"
+    "vocab=17,stage=3,recompute=2,clip=1,steps=2",
+    "dp=2,ep=1,fold=2,llama=1,deep=1,experts=4,top_k=2,shared=1,balance=1,bias=1,layers=2,heads=2,"
+    "dim=2,ffn=7,seq=3,vocab=17,stage=2,clip=1,steps=3",
+    "dp=2,tp=2,pp=2,ep=2,fold=2,experts=2,top_k=2,balance=1,shared=1,accum=4,sched=4,layers=2,"
+    "heads=1,dim=4,ffn=7,seq=2,vocab=17,stage=1,clip=1,steps=2",
+    "tp=4,cp=2,ep=1,fold=2,experts=3,top_k=2,capacity=3,shared=2,layers=1,heads=1,dim=2,ffn=4,seq="
+    "4,"
+    "vocab=5,stage=2,accum=2,steps=2",
+    "dp=2,tp=3,ep=3,fold=2,experts=1,top_k=2,capacity=3,balance=1,z=1,layers=1,heads=1,dim=2,ffn=7,"
+    "seq=2,vocab=17,optimizer=2,steps=3",
 };
 enum { NAMED = sizeof named / sizeof *named };
 
@@ -1553,7 +1598,7 @@ static spec random_spec(uint64_t seed, int number, int attempt) {
     s.cp = f.cp;
     s.pp = f.pp;
     s.ep = f.ep;
-    s.procs = s.devices = s.late = s.net = s.lora = 0;
+    s.procs = s.devices = s.late = s.net = s.lora = s.fold = 0;
     /* a number of micro-batches that the pipeline's ranks do not divide */
     if (number >= n_factorings && number % 4 == 0 && s.pp > 1 && s.pp < 6) {
         s.sched = DT_SCHEDULE_INTERLEAVED;
@@ -1654,13 +1699,13 @@ static void report_failure(const char *program, spec s, verdict v) {
 
 /* Statistics of the run. */
 static int refused[RULES], done;
-enum { SEVERAL, PIPELINES, UNEVEN_2, UNEVEN_3, ENDS, FORKED, WITHOUT, TALLIES };
+enum { SEVERAL, PIPELINES, UNEVEN_2, UNEVEN_3, ENDS, FORKED, WITHOUT, FOLDS, TALLIES };
 static int tally[TALLIES];
 static const char *const tallies[TALLIES] = { "with several micro-batches", "in a pipeline",
     "interleaved in 2 chunks with micro-batches that its ranks do not divide",
     "interleaved in 3 chunks with micro-batches that its ranks do not divide",
     "with stages of only the embedding and only the head", "repeated in processes",
-    "repeated without a pipeline" };
+    "repeated without a pipeline", "with expert folding" };
 
 static void count_case(spec s) {
     spec p = partner_of(s, CHANGES);
@@ -1673,6 +1718,7 @@ static void count_case(spec s) {
     tally[ENDS] += stages_of(s) > 2 && s.cut == CUT_ENDS && s.model == MODEL_GPT;
     tally[FORKED] += p.procs;
     tally[WITHOUT] += s.pp > 1 && p.pp == 1;
+    tally[FOLDS] += s.fold > 0 && s.ep * s.fold > 1;
 }
 
 /* The cases of a run, in order. */
@@ -1837,7 +1883,7 @@ static int one_case(const char *text) {
     return v.failed != 0;
 }
 
-enum { CASES = 348, FEW_CASES = 222, ADAPTED = 30 };
+enum { CASES = 348, FEW_CASES = 222, ADAPTED = 30, FOLDED = 40 };
 
 /* Adds cases with adapters: every few cases of a GPT that are listed. */
 static void list_adapters(int cases) {
@@ -1850,6 +1896,28 @@ static void list_adapters(int cases) {
         if (s.lora == LORA_BF16 && s.ffn % s.tp) s.lora = LORA_ALL;
         s.freeze = 0;
         s.steps = larger(s.steps, 2);
+        list_case(s);
+    }
+}
+
+/* Adds cases with expert folding: cases with a mixture that are listed, in which ep and expert_tp
+   divide the ranks of a stage anew. */
+static void list_folded(uint64_t seed) {
+    int added = 0, n = n_listed;
+    for (int i = NAMED; i < n && added < FOLDED; i++) {
+        spec s = listed[i];
+        s.dp *= s.ep;
+        int ranks = s.dp * s.cp * s.tp, most = MAX_EXPERTS / larger(s.experts, 1);
+        if (mixtures_of(s) == 0 || ranks == 1) continue;
+        int ep = 1 + (int)(draw(seed + 5, (uint64_t)i) % (uint32_t)(ranks < most ? ranks : most));
+        while (ranks % ep) ep--;
+        int fold = 1 + (int)(draw(seed + 6, (uint64_t)i) % (uint32_t)(ranks / ep));
+        while (ranks / ep % fold) fold--;
+        s.ep = ep;
+        s.fold = fold;
+        if (tokens_of(s) > LONGEST) s.seq = 2;
+        if (work_of(s) > MOST_WORK || refusal(s)) continue;
+        added++;
         list_case(s);
     }
 }
@@ -1871,6 +1939,7 @@ static void list_cases(uint64_t seed, int cases) {
     }
     if (cases >= n_factorings) list_pairs(seed);
     list_adapters(cases);
+    list_folded(seed);
     in_f64 = n_listed;
     for (int number = cases; number < cases + cases / 6; number++)
         if (choose(seed, number, -1, 1, &s)) list_case(s);

@@ -118,7 +118,9 @@ static void draw_config(setup *c) {
     for (int twos = draw(4); twos > 0; twos--) axis[draw(5)] *= 2;
     dp = axis[0], tp = axis[1], cp = axis[2], pp = axis[3], ep = axis[4];
     begin(c, draw(2) ? "--backend procs" : "");
+    int folded = ep > 1 && dp * tp * cp % ep == 0 && draw(2);
     add(c, "--dp %d --tp %d --cp %d --pp %d --ep %d", dp, tp, cp, pp, ep);
+    if (folded) add(c, "--expert-tp %d", dp * tp * cp % (2 * ep) == 0 && draw(2) ? 2 : 1);
     if (tp > 1 && draw(2)) add(c, "--sp on");
     if (cp > 1) add(c, "--cp-kind %s", kinds[draw(4)]);
     if (pp > 1) {
@@ -129,7 +131,8 @@ static void draw_config(setup *c) {
     draw_model(c, tp, cp, ep);
     draw_state(c);
     int micro = 1 + draw(3), accum = pp > 1 ? pp * (1 + draw(3)) : 1 + draw(4);
-    add(c, "--micro-batch %d --accum %d --batch %d", micro, accum, micro * accum * dp * ep);
+    add(c, "--micro-batch %d --accum %d --batch %d", micro, accum,
+        micro * accum * dp * (folded ? 1 : ep));
 }
 
 // ---- one configuration --------------------------------------------------------------------------
@@ -292,7 +295,12 @@ static void test_known(void) {
         "--top-k 2 --capacity 1.5 --moe-every 2 --dtype f64 --zero 3 --zero3-keep on",
         /* replicas on disk were compared through a buffer */
         "--dp 2 --tp 2 --sp on --layers 3 --width 48 --heads 2 --seq 32 --vocab 1000 --tie off "
-        "--dtype f64 --zero 1 --offload-optim build --micro-batch 1 --accum 2"
+        "--dtype f64 --zero 1 --offload-optim build --micro-batch 1 --accum 2",
+        /* expert folding: bounded rows of experts, which have more replicas than dense parameters */
+        "--tp 4 --cp 2 --ep 1 --expert-tp 2 --layers 2 --width 32 --heads 4 --seq 32 --experts 4 "
+        "--top-k 2 --capacity 1.5 --zero 2 --micro-batch 1 --accum 2 --batch 2",
+        "--dp 2 --tp 2 --sp on --ep 4 --expert-tp 1 --layers 2 --width 32 --heads 2 --seq 32 "
+        "--experts 4 --top-k 2 --capacity 1 --zero 3 --recompute full --dtype bf16 --batch 8"
     };
     for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
         setup c;

@@ -49,7 +49,7 @@ static void clear(const char *folder) {
 typedef struct layout {
     int dp, tp, cp, pp, ep, stage, shard, sched, chunks, sp, kind;
     const char *offload_optim, *offload_params;
-    int background, procs;
+    int background, procs, fold;
 } layout;
 #define L(d, t, c, p, e, z, ...) \
     { .dp = d, .tp = t, .cp = c, .pp = p, .ep = e, .stage = z, .shard = __VA_ARGS__ }
@@ -96,14 +96,23 @@ static const layout layouts[] = {
     L(1, 2, 1, 1, 2, 3, 0),
     L(2, 1, 1, 2, 2, 1, 0, .sched = DT_SCHEDULE_1F1B),
     L(1, 1, 2, 1, 2, 3, 0, .background = 1),
+    /* fold: expert_tp of expert folding, with which ep is no factor of the ranks */
+    L(1, 2, 1, 1, 2, 0, 0, .fold = 1),
+    L(1, 2, 2, 1, 4, 3, 0, .fold = 1),
+    L(2, 2, 1, 1, 2, 1, 0, .fold = 2, .sp = 1),
+    L(2, 2, 1, 1, 1, 3, 0, .fold = 4),
+    L(2, 1, 1, 2, 1, 2, 0, .fold = 2, .sched = DT_SCHEDULE_1F1B),
+    L(2, 2, 1, 1, 4, 3, 2, .fold = 1),
 };
 enum { LAYOUTS = sizeof layouts / sizeof *layouts, BATCH = 24 };
 
 static void name_of(layout l, char *text, size_t bytes) {
-    snprintf(text, bytes, "dp%d tp%d cp%d pp%d ep%d zero%d/%d%s%s%s", l.dp, l.tp, l.cp, l.pp, l.ep,
-        l.stage, l.shard, l.sp ? " sp" : "", l.offload_optim ? " offload" : "",
+    snprintf(text, bytes, "dp%d tp%d cp%d pp%d ep%d fold%d zero%d/%d%s%s%s", l.dp, l.tp, l.cp, l.pp,
+        l.ep, l.fold, l.stage, l.shard, l.sp ? " sp" : "", l.offload_optim ? " offload" : "",
         l.background ? " background" : "");
 }
+
+static int replicas_of(layout l) { return l.dp * (l.fold ? 1 : l.ep); }
 
 // ==== One run ===================================================================================
 
@@ -170,14 +179,14 @@ static result run_training(run r) {
     layout l = r.l;
     train_config c = r.config;
     dt_report report = { DT_OK, 0, "", 0 };
-    int replicas = l.dp * l.ep, stages = l.pp * (l.chunks ? l.chunks : 1),
+    int replicas = replicas_of(l), stages = l.pp * (l.chunks ? l.chunks : 1),
         items = 2 * r.model.layers + 2;
     double same[64];
     for (int i = 0; i < items; i++) same[i] = 1;
     c.model = r.model;
     c.model.sp = l.sp;
     c.model.cp_kind = l.kind;
-    c.mesh = (dt_mesh_desc){ l.dp, l.tp, l.cp, l.pp, l.ep };
+    c.mesh = (dt_mesh_desc){ l.dp, l.tp, l.cp, l.pp, l.ep, l.fold };
     c.schedule = l.sched;
     c.chunks = l.chunks ? l.chunks : 1;
     if (dt_partition_stages(same, items, stages, c.stage_begin, report.text, sizeof report.text) !=
@@ -200,7 +209,7 @@ static result run_training(run r) {
     c.settings = "{\"settings\": 1}";
     c.on_step = on_step;
     memset(told, 0, sizeof *told);
-    told->status = dt_run((dt_run_desc){ .ranks = l.dp * l.tp * l.cp * l.pp * l.ep,
+    told->status = dt_run((dt_run_desc){ .ranks = replicas * l.tp * l.cp * l.pp,
                               .timeout_s = 60,
                               .report = &report,
                               .backend = l.procs ? DT_BACKEND_PROCS : DT_BACKEND_THREADS },
@@ -303,7 +312,7 @@ typedef struct kind {
 static void same(const kind *k, int i) {
     run r = { .l = layouts[i], .model = mixture(k->dtype) };
     char whole[300], half[300], at[320], end[320], name[100];
-    int replicas = r.l.dp * r.l.ep;
+    int replicas = replicas_of(r.l);
     r.model.dropout = k->dropout;
     r.config.shuffle = k->shuffle;
     r.config.zero.tree = k->tree;
@@ -356,7 +365,7 @@ static void all_same(int full) {
     for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++)
         for (int i = 0; i < LAYOUTS; i++) {
             int offload = layouts[i].offload_optim != NULL,
-                ramps = BATCH / 2 % (layouts[i].dp * layouts[i].ep) == 0;
+                ramps = BATCH / 2 % replicas_of(layouts[i]) == 0;
             if (kinds[k].ramp && (!ramps || layouts[i].pp > 2)) continue;
             if ((k >= 2 && i % 3 != (int)k % 3 && !offload) || (!full && (i + (int)k) % 3 != 0))
                 continue;
@@ -365,7 +374,8 @@ static void all_same(int full) {
         }
     static const kind onebit = { .name = "1-bit Adam", .dtype = DT_F32, .onebit = 1 };
     for (int i = 0; i < LAYOUTS; i++)
-        if (layouts[i].stage == 0 && layouts[i].ep == 1) same(&onebit, i), runs++;
+        if (layouts[i].stage == 0 && layouts[i].ep == 1 && !layouts[i].fold)
+            same(&onebit, i), runs++;
     printf("same: %d interrupted trainings\n", runs);
 }
 
@@ -436,7 +446,7 @@ static void names(void) {
         for (int i = kind % 2; i < LAYOUTS; i += 2) {
             gpt_config model =
                 dense(kind == 3 ? DT_BF16 : DT_F32, kind == 1 ? GPT_LLAMA : GPT_GPT2);
-            if (layouts[i].ep > 1) continue;
+            if (layouts[i].ep > 1 || layouts[i].fold) continue;
             /* as llm.c requires: its vocabulary is padded to 384 rows */
             if (kind >= 2) model.ffn = 4 * model.width, model.vocab = 300;
             clear(in_scratch(dir, "forms"));

@@ -121,8 +121,10 @@ static void register_all(dt_ctx *ctx, const drift *d, int bad, const dt_mesh *m)
             .grad_placements = { { kv.replica_group, DT_GRAD_PARTIAL } } };
         dt_param_at(ctx, "head", DT_SHAPE(2 * C, C), DT_NORMAL(0.3), head);
     }
-    if (m->sizes.ep > 1) {
+    if (m->sizes.ep > 1 || m->sizes.expert_tp) {
         dt_param_desc expert = { .shards = { { m->ep, 0 } } };
+        if (m->sizes.expert_tp > 1) /* like an expert's last bias */
+            expert.grad_placements[0] = (dt_grad_placement){ m->expert_tp, DT_GRAD_PARTIAL };
         dt_param_at(ctx, "expert", DT_SHAPE(m->sizes.ep * C, C), DT_NORMAL(0.3), expert);
     }
     if (m->sizes.pp > 1) {
@@ -142,7 +144,7 @@ static dt_tensor *own_param(dt_ctx *ctx, const dt_mesh *m, const char *name) {
 static dt_tensor *loss_of(dt_ctx *ctx, const drift *d, const dt_mesh *m, int step, int bad) {
     float x[ROWS * C], y[ROWS * C];
     int32_t index[ROWS];
-    int data = (m->coord.dp * m->sizes.ep + m->coord.ep) * m->sizes.cp + m->coord.cp;
+    int data = m->replica * m->sizes.cp + m->coord.cp;
     int seed = data * 5 + step * 11 + (d->sp ? m->coord.tp : 0);
     if (d->kind == DATA && bad && step == PLANTED) seed += 100;
     for (int i = 0; i < ROWS * C; i++) {
@@ -258,6 +260,8 @@ static const drift drifts[] = {
     { "nothing, sp", NOTHING, -1, { .dp = 2, .tp = 2 }, 1, 0, DT_BF16, 1, NULL, 0 },
     { "nothing, kv", NOTHING, -1, { .tp = 4 }, 0, 0, DT_F32, 1, NULL, 0 },
     { "nothing, experts", NOTHING, -1, { .dp = 2, .ep = 2 }, 2, 0, DT_F32, 0, NULL, 0 },
+    { "nothing, folded", NOTHING, -1, { .dp = 2, .tp = 2, .ep = 2, .expert_tp = 2 }, 1, 0, DT_F32,
+        0, NULL, 0 },
     { "nothing, tied", NOTHING, -1, { .dp = 2, .pp = 2 }, 1, 0, DT_F32, 0, NULL, 0 },
     /* Adam's first step is about lr * sign(g), so that values may be equal and moments are not */
     { "no mark", NO_MARK, 1, TP2, 0, 0, DT_F32, 1,
@@ -358,6 +362,10 @@ static const drift drifts[] = {
         "head: ranks 0 and 1 of|different values after step 4|agreed after step 2", 0 },
     { "flip, expert", FLIP_EXPERT, 2, { .dp = 2, .ep = 2 }, 0, 0, DT_F32, 0,
         "expert: ranks 0 and 2 of|different values after step 4|agreed after step 2", 0 },
+    { "flip, folded expert", FLIP_EXPERT, 2, { .dp = 4, .ep = 2, .expert_tp = 1 }, 0, 0, DT_F32, 0,
+        "expert: ranks 0 and 2 of 'experts'|different values after step 4", 0 },
+    { "flip, copy of a folded expert", FLIP_EXPERT, 1, { .dp = 2, .expert_tp = 2 }, 0, 0, DT_F32, 0,
+        "expert: ranks 0 and 1 of 'expert-tp'|different values after step 4", 0 },
     { "step", STEP, 1, DP4, 1, 0, DT_F32, 0, "rank 1 takes step 4, rank 0 takes step 3; check", 0 },
     { "loss scale", SCALE, 1, DP4, 1, 0, DT_F32, 0,
         "step 3: rank 1 has loss scale 4, rank 0 has 2; check", 0 },
@@ -370,7 +378,7 @@ static void test_drift(void) {
         drift d = drifts[i];
         int ranks = (d.mesh.dp ? d.mesh.dp : 1) * (d.mesh.tp ? d.mesh.tp : 1) *
                     (d.mesh.cp ? d.mesh.cp : 1) * (d.mesh.pp ? d.mesh.pp : 1) *
-                    (d.mesh.ep ? d.mesh.ep : 1);
+                    (d.mesh.ep && !d.mesh.expert_tp ? d.mesh.ep : 1);
         dt_report report = run(ranks, drift_main, &d);
         CHECK_MSG(report.status == (d.words ? DT_ERR_COMM : DT_OK), "%s: %s %s", d.name,
             dt_status_name(report.status), report.text);

@@ -988,8 +988,8 @@ static void run_world(const char *name, world_run like) {
 }
 
 static void test_by_hand(void) {
-    static const dt_mesh_desc meshes[] = { { 1, 1, 1, 1, 1 }, { 2, 1, 1, 1, 1 }, { 3, 1, 1, 1, 1 },
-        { 2, 1, 1, 1, 2 }, { 2, 1, 2, 1, 1 } };
+    static const dt_mesh_desc meshes[] = { { 1, 1, 1, 1, 1, 0 }, { 2, 1, 1, 1, 1, 0 },
+        { 3, 1, 1, 1, 1, 0 }, { 2, 1, 1, 1, 2, 0 }, { 2, 1, 2, 1, 1, 0 } };
     static const dt_zero_desc optimizers[] = {
         { .optimizer = DT_ADAMW, .weight_decay = 0.1, .clip = 5 },
         { .optimizer = DT_ADAM,
@@ -1014,8 +1014,8 @@ static void test_by_hand(void) {
             snprintf(name, sizeof name, "mixed, optimizer %d, mesh %d", o, m);
             run_world(name, w);
         }
-    static const dt_mesh_desc cut[] = { { 1, 2, 1, 1, 1 }, { 2, 2, 1, 1, 1 }, { 2, 3, 1, 1, 1 },
-        { 2, 2, 1, 1, 2 } };
+    static const dt_mesh_desc cut[] = { { 1, 2, 1, 1, 1, 0 }, { 2, 2, 1, 1, 1, 0 },
+        { 2, 3, 1, 1, 1, 0 }, { 2, 2, 1, 1, 2, 0 } };
     for (int m = 0; m < 4; m++)
         for (int o = 0; o < 4; o += 3) {
             world_run w = world_make(OVER_TP, cut[m], optimizers[o]);
