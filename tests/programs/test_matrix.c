@@ -45,7 +45,7 @@
 typedef struct spec {
     int dp, tp, cp, pp, ep;
     int model, llama, layers, heads, dim, gqa, ffn, seq, vocab, tied, dropout, smoothing, ignore,
-        docs, type;
+        docs, type, grads;
     int experts, top_k, capacity, every, shared, balance, z, bias, deep;
     int sched, chunks, cut, sp, kind, accum, micro, stage, shard, keep, no_overlap, tree, offload;
     int optimizer, clip, bucket, freeze, split, recompute, steps, procs, devices, late, net, lora;
@@ -73,7 +73,7 @@ enum { CUT_EVEN = 0, CUT_ENDS, CUT_LIST, CUT_LIST_2 };
    0: all. devices: 0: the CPU. late: the seed of the order in which streams run. net: ranks share
    memory, connect by TCP, or have one device each and NCCL. lora: adapters of a frozen GPT, whose
    weights may be quantised. fold: expert_tp of expert folding; ep is then no factor of the
-   ranks. */
+   ranks. grads: gradients of 16-bit parameters are stored and summed in 16 bits. */
 typedef struct field {
     const char *name;
     size_t at;
@@ -97,6 +97,7 @@ static const field fields[] = {
     F(net, NET_NONE, NET_TCP, NET_NCCL),
     F(lora, LORA_NONE, LORA_QV, LORA_ALL, LORA_BF16, LORA_NF4, LORA_INT8),
     F(fold, 0, 1, 2, 3, 4, 6),
+    F(grads, 0, 1),
     /* the generator does not draw the fields above one by one */
     F(model, MODEL_GPT, MODEL_OWN),
     F(llama, 0, 1),
@@ -144,7 +145,7 @@ static const field fields[] = {
     F(recompute, REC_NONE, REC_SELECTIVE, REC_FULL, REC_FULL_2, REC_FULL_3),
     F(steps, 1, 2),
 };
-enum { FIELDS = sizeof fields / sizeof *fields, AXES = 5, FIRST = 11, DRAWN = FIELDS - FIRST + 6 };
+enum { FIELDS = sizeof fields / sizeof *fields, AXES = 5, FIRST = 12, DRAWN = FIELDS - FIRST + 6 };
 
 static int *value_of(spec *s, const field *f) { return (int *)((char *)s + f->at); }
 
@@ -207,7 +208,7 @@ static spec alone_of(spec s) {
     a.dp = a.ep = a.tp = a.cp = a.pp = a.accum = a.chunks = 1;
     a.stage = a.shard = a.keep = a.no_overlap = a.tree = a.split = a.bucket = a.recompute = a.sp =
         a.kind = 0;
-    a.sched = a.cut = a.procs = a.devices = a.late = a.net = a.fold = 0;
+    a.sched = a.cut = a.procs = a.devices = a.late = a.net = a.fold = a.grads = 0;
     a.offload = OFF_NONE;
     return a;
 }
@@ -657,6 +658,7 @@ static dt_zero_desc optimizer_of(spec s, const dt_mesh *mesh) {
         .tree = s.tree,
         .poison = 1,
         .loss_scale = s.type == TYPE_F16 ? 1 : 0,
+        .grad_dtype = s.grads && narrow(s) ? type_of(s) : DT_F32,
         .mesh = mesh,
         .optimizer = kinds[s.optimizer],
         .beta1 = 0.9,
@@ -1006,7 +1008,7 @@ static double pipeline_bytes(const job *j) {
     for (int u = 0; u < j->zero->n_buckets; u++) {
         const dt__zero_bucket *z = &j->zero->buckets[u];
         if (!z->bucket.frozen && dt__tied_group(j->zero, &z->bucket))
-            bytes += (double)(z->count * dt__zero_element_size(z));
+            bytes += (double)(z->count * dt_dtype_size(dt__array_dtype(&z->bucket, DT__GRAD)));
     }
     return bytes * s.steps;
 }
@@ -1170,11 +1172,15 @@ static void shares(const result *r, double norm, double *scale) {
    master weight is so near the midpoint of two 16-bit values that the last digit of f32 decides.
    Cancellation makes a bound from u alone useless, so results that depend on these are held to 8 u,
    and with a norm below 0.2, where terms cancel, to 8 u of 0.2. Random cases differed by at most
-   4.3 u, with tp 9.
+   4.3 u, with tp 9. 16-bit gradients are rounded in each micro-batch and in each sum, and one rank
+   sums in f32: all results are held to 8 u, and u / 2 more for each micro-batch.
    A device's kernels add in another order than the CPU's, so any 16-bit value may be rounded
    differently: one rank on a device is held to 8 u of one rank on the CPU, and a layout on devices
    is compared with one rank on a device by the rules above. */
-static double loose(spec s) { return s.type == TYPE_BF16 ? 8 / 256.0 : 8 / 2048.0; }
+static double loose(spec s) {
+    double u = s.type == TYPE_BF16 ? 1 / 256.0 : 1 / 2048.0;
+    return (8 + (s.grads ? 0.5 * s.accum : 0)) * u;
+}
 
 static int has_positions(const result *r, int param) {
     return strcmp(r->name[param], "wpe.weight") == 0;
@@ -1200,7 +1206,8 @@ static void compare(verdict *v, const result *a, const result *b) {
     double tol = s.type ? 1e-5 : 1e-12, scale[MAX_PARAMS], part[MAX_PARAMS] = { 0 }, clip = 0;
     /* with fewer rows in a product cuBLASLt takes another algorithm, which rounds differently */
     int fewer_rows = replicas_of(s) * s.accum > 1;
-    int sums_round = narrow(s) && (s.tp * s.cp > 1 || (s.devices && (!b->s.devices || fewer_rows)));
+    int sums_round =
+        narrow(s) && (s.grads || s.tp * s.cp > 1 || (s.devices && (!b->s.devices || fewer_rows)));
     double least = narrow(s) ? 0.2
                    : s.type  ? 1e-3
                              : 0; /* norms below this are compared on this scale */
@@ -1769,6 +1776,7 @@ static int choose(uint64_t seed, int number, int type, int tries, spec *best) {
     for (int attempt = 0; attempt < 4000 && (tries > 0 || most < 0); attempt++) {
         spec s = random_spec(seed, number, attempt);
         fit_type(&s, type >= 0 ? type : 1 + (int)(draw(seed, (uint64_t)number + 99991) % 3));
+        s.grads = narrow(s) && draw(seed + 9, (uint64_t)number) % 2;
         int rule = refusal(s);
         if (rule) {
             refused[rule]++;
