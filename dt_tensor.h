@@ -12398,6 +12398,36 @@ static double dt__uniform53(uint32_t high, uint32_t low) {
 static void *dt__align64(void *p) { return (char *)p + (64 - ((uintptr_t)p & 63)) % 64; }
 #endif /* DT_NO_KERNELS */
 
+/* Requests n elements of an array ahead of their use; they need not exist. The processor prefetches
+   by itself what is read in order. It does not prefetch the beginning of the next page or of the
+   next row of a slice, nor loads with a mask, to which compilers turn a ? b : c in a loop. */
+static inline void dt__prefetch(dt_dtype dtype, const void *array, int64_t at, int64_t n) {
+    int64_t size = (int64_t)dt_dtype_size(dtype);
+    uintptr_t p = (uintptr_t)array + (uintptr_t)(at * size);
+    for (int64_t i = 0; i < n * size; i += 64) __builtin_prefetch((const void *)(p + (uintptr_t)i));
+}
+
+/* Makes the non-temporal stores of this thread visible to other threads before its next stores. The
+   barrier at the end of an OpenMP loop does the same for the threads of the loop. */
+static void dt__stream_fence(void) {
+#if defined(__SSE2__)
+    _mm_sfence();
+#endif
+}
+
+/* How DT__K(store) writes: 0 replaces the elements, 1 adds to them, DT__STREAM replaces them with
+   non-temporal stores. A core's share of the last cache level rarely holds DT__STREAM_BYTES until
+   the next op reads them; the tests define a small number. Softmax and the norms do not stream:
+   their passes over a row limit them. */
+enum { DT__STREAM = -1 };
+#ifndef DT__STREAM_BYTES
+#define DT__STREAM_BYTES ((size_t)8 << 20)
+#endif
+static int dt__store_mode(int accumulate, int64_t count, dt_dtype dtype) {
+    size_t bytes = (size_t)count * dt_dtype_size(dtype);
+    return accumulate ? 1 : bytes >= DT__STREAM_BYTES ? DT__STREAM : 0;
+}
+
 #ifdef DT_USE_CBLAS
 #include <cblas.h>
 #include <limits.h>
@@ -12511,8 +12541,10 @@ size_t dt_attention_work(int64_t tk, int64_t dim, dt_dtype dtype) {
 
 /* Strip mining: kernels process this many elements at a time, in buffers on the stack. */
 #define DT__STRIP 512
-/* A transpose copies tiles of this many rows and columns. */
+/* A transpose copies tiles of DT__TILE columns and DT__TILE_ROWS rows of the result. A tile is read
+   along its rows, and memory is read fast only in long pieces. */
 #define DT__TILE 32
+#define DT__TILE_ROWS 128
 
 /* Iterates over an array of any shape in strips: at most DT__STRIP elements along the last
    dimension. */
@@ -12845,22 +12877,47 @@ DT__FN const DT__REAL *DT__K(load_strided)(
     return buf;
 }
 
-/* Stores the n finished results of `row` in the array, beginning at element `at`, or adds them to
-   these elements if `accumulate` is set. Rounds each element once. Does nothing if `array` is
-   NULL. */
+/* Copies with non-temporal stores: they neither read the destination into the cache, as an ordinary
+   store does, nor evict anything from it. They are fast only if they fill whole cache lines.
+   dt__stream_fence must follow before another thread learns about the data. */
+DT__FN void DT__K(stream_copy)(void *to, const void *from, size_t bytes) {
+    char *dst = (char *)to;
+    const char *src = (const char *)from;
+    size_t at = 0;
+#if DT__ISA == 2 || defined(__SSE2__)
+    at = (64 - (uintptr_t)dst % 64) % 64;
+    at = at < bytes ? at : bytes;
+    memcpy(dst, src, at);
+    for (; at + 64 <= bytes; at += 64)
+#if DT__ISA == 2
+        _mm512_stream_si512((__m512i *)(void *)(dst + at), _mm512_loadu_si512(src + at));
+#else
+        for (size_t i = at; i < at + 64; i += 16)
+            _mm_stream_si128(
+                (__m128i *)(void *)(dst + i), _mm_loadu_si128((const __m128i *)(src + i)));
+#endif
+#endif
+    memcpy(dst + at, src + at, bytes - at);
+}
+
+/* Stores the n finished results of `row` in the array, beginning at element `at`; `mode` is that of
+   dt__store_mode. Rounds each element once. Does nothing if `array` is NULL. */
 DT__FN void DT__K(store)(
-    dt_dtype dtype, void *array, int64_t at, int64_t n, const DT__REAL *row, int accumulate) {
+    dt_dtype dtype, void *array, int64_t at, int64_t n, const DT__REAL *row, int mode) {
     if (!array) return;
 #if DT__BITS == 32
     if (dt__narrow(dtype)) {
         DT__REAL sum[DT__STRIP];
+        uint16_t rounded[DT__STRIP];
         for (int64_t j = 0; j < n; j += DT__STRIP) {
             int64_t have = n - j < DT__STRIP ? n - j : DT__STRIP;
             uint16_t *out = (uint16_t *)array + at + j;
-            if (accumulate) DT__K(widen)(dtype, out, have, sum);
-            if (accumulate)
+            if (mode > 0) DT__K(widen)(dtype, out, have, sum);
+            if (mode > 0)
                 for (int64_t i = 0; i < have; i++) sum[i] += row[j + i];
-            DT__K(narrow)(dtype, out, have, accumulate ? sum : row + j);
+            DT__K(narrow)
+            (dtype, mode == DT__STREAM ? rounded : out, have, mode > 0 ? sum : row + j);
+            if (mode == DT__STREAM) DT__K(stream_copy)(out, rounded, (size_t)have * sizeof *out);
         }
         return;
     }
@@ -12872,10 +12929,85 @@ DT__FN void DT__K(store)(
 #endif
     DT__REAL *out = (DT__REAL *)array + at;
     (void)dtype;
-    if (accumulate)
+    if (mode > 0)
         for (int64_t i = 0; i < n; i++) out[i] = (DT__REAL)((DT__WIDE)out[i] + (DT__WIDE)row[i]);
+    else if (mode == DT__STREAM)
+        DT__K(stream_copy)(out, row, (size_t)n * sizeof *out);
     else if (out != row)
         memcpy(out, row, (size_t)n * sizeof *out);
+}
+
+/* `transpose` copies DT__TRANSPOSE rows of n words to columns of a panel. It may write a row of the
+   panel past the panel's width; the next row overwrites the excess. */
+#if DT__BITS == 32 && DT__ISA == 2
+#define DT__TRANSPOSE 16
+/* masked forms, because gcc 12 warns about the unmasked forms in C++ */
+#define DT__LOW(x, y) _mm512_maskz_unpacklo_ps(0xffff, x, y)
+#define DT__HIGH(x, y) _mm512_maskz_unpackhi_ps(0xffff, x, y)
+#define DT__LOW2(x, y) \
+    _mm512_castpd_ps(_mm512_maskz_unpacklo_pd(0xff, _mm512_castps_pd(x), _mm512_castps_pd(y)))
+#define DT__HIGH2(x, y) \
+    _mm512_castpd_ps(_mm512_maskz_unpackhi_pd(0xff, _mm512_castps_pd(x), _mm512_castps_pd(y)))
+#define DT__EVEN(x, y) _mm512_maskz_shuffle_f32x4(0xffff, x, y, 0x88)
+#define DT__ODD(x, y) _mm512_maskz_shuffle_f32x4(0xffff, x, y, 0xdd)
+/* Transposes 16 x 16 words in three steps: interleaves the words of pairs of rows, then groups of
+   words within each quarter of a vector, then whole quarters. */
+DT__FN void DT__K(transpose_block)(
+    DT__REAL *panel, int64_t width, const DT__REAL *const *row, int64_t p) {
+    __m512 r[16], t[16];
+    for (int i = 0; i < 16; i += 2) {
+        __m512 x = _mm512_loadu_ps(row[i] + p), y = _mm512_loadu_ps(row[i + 1] + p);
+        t[i] = DT__LOW(x, y);
+        t[i + 1] = DT__HIGH(x, y);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        r[i] = DT__LOW2(t[i], t[i + 2]);
+        r[i + 1] = DT__HIGH2(t[i], t[i + 2]);
+        r[i + 2] = DT__LOW2(t[i + 1], t[i + 3]);
+        r[i + 3] = DT__HIGH2(t[i + 1], t[i + 3]);
+    }
+    for (int c = 0; c < 4; c++) {
+        __m512 x = DT__EVEN(r[c], r[4 + c]), y = DT__ODD(r[c], r[4 + c]);
+        __m512 z = DT__EVEN(r[8 + c], r[12 + c]), w = DT__ODD(r[8 + c], r[12 + c]);
+        t[c] = DT__EVEN(x, z);
+        t[4 + c] = DT__EVEN(y, w);
+        t[8 + c] = DT__ODD(x, z);
+        t[12 + c] = DT__ODD(y, w);
+    }
+    for (int i = 0; i < 16; i++) _mm512_storeu_ps(panel + (p + i) * width, t[i]);
+}
+#undef DT__LOW
+#undef DT__HIGH
+#undef DT__LOW2
+#undef DT__HIGH2
+#undef DT__EVEN
+#undef DT__ODD
+#else
+#define DT__TRANSPOSE 4
+DT__FN void DT__K(transpose_block)(
+    DT__REAL *panel, int64_t width, const DT__REAL *const *row, int64_t p) {
+#if DT__BITS == 32 && defined(__SSE2__)
+    __m128 v0 = _mm_loadu_ps(row[0] + p), v1 = _mm_loadu_ps(row[1] + p),
+           v2 = _mm_loadu_ps(row[2] + p);
+    __m128 v3 = _mm_loadu_ps(row[3] + p);
+    _MM_TRANSPOSE4_PS(v0, v1, v2, v3);
+    _mm_storeu_ps(panel + p * width, v0);
+    _mm_storeu_ps(panel + (p + 1) * width, v1);
+    _mm_storeu_ps(panel + (p + 2) * width, v2);
+    _mm_storeu_ps(panel + (p + 3) * width, v3);
+#else
+    for (int64_t i = p; i < p + 4; i++)
+        for (int l = 0; l < 4; l++) panel[i * width + l] = row[l][i];
+#endif
+}
+#endif
+
+DT__FN void DT__K(transpose)(
+    DT__REAL *panel, int64_t width, const DT__REAL *const *row, int64_t n) {
+    int64_t full = n - n % DT__TRANSPOSE;
+    for (int64_t p = 0; p < full; p += DT__TRANSPOSE) DT__K(transpose_block)(panel, width, row, p);
+    for (int64_t p = full; p < n; p++)
+        for (int l = 0; l < DT__TRANSPOSE; l++) panel[p * width + l] = row[l][p];
 }
 
 #if DT__FLOATS
@@ -13318,79 +13450,6 @@ DT__FN void DT__K(pack_rows)(dt_dtype dtype, int quant, int pairs, DT__REAL *pan
     }
 }
 
-/* `transpose` copies DT__TRANSPOSE rows of n words to columns of a panel. It may write a row of the
-   panel past the panel's width; the next row overwrites the excess. */
-#if DT__BITS == 32 && DT__ISA == 2
-#define DT__TRANSPOSE 16
-/* masked forms, because gcc 12 warns about the unmasked forms in C++ */
-#define DT__LOW(x, y) _mm512_maskz_unpacklo_ps(0xffff, x, y)
-#define DT__HIGH(x, y) _mm512_maskz_unpackhi_ps(0xffff, x, y)
-#define DT__LOW2(x, y) \
-    _mm512_castpd_ps(_mm512_maskz_unpacklo_pd(0xff, _mm512_castps_pd(x), _mm512_castps_pd(y)))
-#define DT__HIGH2(x, y) \
-    _mm512_castpd_ps(_mm512_maskz_unpackhi_pd(0xff, _mm512_castps_pd(x), _mm512_castps_pd(y)))
-#define DT__EVEN(x, y) _mm512_maskz_shuffle_f32x4(0xffff, x, y, 0x88)
-#define DT__ODD(x, y) _mm512_maskz_shuffle_f32x4(0xffff, x, y, 0xdd)
-/* Transposes 16 x 16 words in three steps: interleaves the words of pairs of rows, then groups of
-   words within each quarter of a vector, then whole quarters. */
-DT__FN void DT__K(transpose_block)(
-    DT__REAL *panel, int64_t width, const DT__REAL *const *row, int64_t p) {
-    __m512 r[16], t[16];
-    for (int i = 0; i < 16; i += 2) {
-        __m512 x = _mm512_loadu_ps(row[i] + p), y = _mm512_loadu_ps(row[i + 1] + p);
-        t[i] = DT__LOW(x, y);
-        t[i + 1] = DT__HIGH(x, y);
-    }
-    for (int i = 0; i < 16; i += 4) {
-        r[i] = DT__LOW2(t[i], t[i + 2]);
-        r[i + 1] = DT__HIGH2(t[i], t[i + 2]);
-        r[i + 2] = DT__LOW2(t[i + 1], t[i + 3]);
-        r[i + 3] = DT__HIGH2(t[i + 1], t[i + 3]);
-    }
-    for (int c = 0; c < 4; c++) {
-        __m512 x = DT__EVEN(r[c], r[4 + c]), y = DT__ODD(r[c], r[4 + c]);
-        __m512 z = DT__EVEN(r[8 + c], r[12 + c]), w = DT__ODD(r[8 + c], r[12 + c]);
-        t[c] = DT__EVEN(x, z);
-        t[4 + c] = DT__EVEN(y, w);
-        t[8 + c] = DT__ODD(x, z);
-        t[12 + c] = DT__ODD(y, w);
-    }
-    for (int i = 0; i < 16; i++) _mm512_storeu_ps(panel + (p + i) * width, t[i]);
-}
-#undef DT__LOW
-#undef DT__HIGH
-#undef DT__LOW2
-#undef DT__HIGH2
-#undef DT__EVEN
-#undef DT__ODD
-#else
-#define DT__TRANSPOSE 4
-DT__FN void DT__K(transpose_block)(
-    DT__REAL *panel, int64_t width, const DT__REAL *const *row, int64_t p) {
-#if DT__BITS == 32 && defined(__SSE2__)
-    __m128 v0 = _mm_loadu_ps(row[0] + p), v1 = _mm_loadu_ps(row[1] + p),
-           v2 = _mm_loadu_ps(row[2] + p);
-    __m128 v3 = _mm_loadu_ps(row[3] + p);
-    _MM_TRANSPOSE4_PS(v0, v1, v2, v3);
-    _mm_storeu_ps(panel + p * width, v0);
-    _mm_storeu_ps(panel + (p + 1) * width, v1);
-    _mm_storeu_ps(panel + (p + 2) * width, v2);
-    _mm_storeu_ps(panel + (p + 3) * width, v3);
-#else
-    for (int64_t i = p; i < p + 4; i++)
-        for (int l = 0; l < 4; l++) panel[i * width + l] = row[l][i];
-#endif
-}
-#endif
-
-DT__FN void DT__K(transpose)(
-    DT__REAL *panel, int64_t width, const DT__REAL *const *row, int64_t n) {
-    int64_t full = n - n % DT__TRANSPOSE;
-    for (int64_t p = 0; p < full; p += DT__TRANSPOSE) DT__K(transpose_block)(panel, width, row, p);
-    for (int64_t p = full; p < n; p++)
-        for (int l = 0; l < DT__TRANSPOSE; l++) panel[p * width + l] = row[l][p];
-}
-
 /* Loads `terms` elements of one row, at most 64, in the form that the micro-kernel reads: an array
    with one word per step. A word is one element; if `pairs` is 1, it is two 16-bit elements. If no
    conversion is needed, returns a pointer into the source. Otherwise fills and returns `buf`. */
@@ -13663,24 +13722,11 @@ DT__FN dt_status DT__K(fill)(const dt_fill_args *a) {
     value = (DT__REAL)a->value;
 #endif
     for (int i = 0; i < DT__STRIP; i++) strip[i] = value;
-    for (int64_t at = 0, n = (int64_t)a->count; at < n; at += DT__STRIP)
-        DT__K(store)(a->dtype, a->out, at, n - at < DT__STRIP ? n - at : DT__STRIP, strip, 0);
+    int64_t n = (int64_t)a->count;
+    int mode = dt__store_mode(0, n, a->dtype);
+    for (int64_t at = 0; at < n; at += DT__STRIP)
+        DT__K(store)(a->dtype, a->out, at, n - at < DT__STRIP ? n - at : DT__STRIP, strip, mode);
     return DT_OK;
-}
-
-/* Copies with non-temporal stores, which do not read the destination into the cache and evict
-   nothing from it. Non-temporal stores are faster only if each store fills a cache line. The caller
-   must execute a fence before it tells other threads about the data. */
-DT__FN void DT__K(stream_copy)(char *dst, const char *src, size_t bytes) {
-    size_t at = 0;
-#if DT__ISA == 2
-    at = (64 - (uintptr_t)dst % 64) % 64;
-    at = at < bytes ? at : bytes;
-    memcpy(dst, src, at);
-    for (; at + 64 <= bytes; at += 64)
-        _mm512_stream_si512((__m512i *)(void *)(dst + at), _mm512_loadu_si512(src + at));
-#endif
-    memcpy(dst + at, src + at, bytes - at);
 }
 
 /* Reduces elements [at, at + n) of all inputs, in the order of the inputs, and then stores the
@@ -13743,9 +13789,6 @@ DT__FN dt_status DT__K(reduce)(const dt_reduce_args *a) {
         DT__K(reduce_strip)(a, at, SHORT_STRIP, 0);
     for (; at < a->count; at += DT__STRIP) DT__K(reduce_strip)
     (a, at, a->count - at < DT__STRIP ? (int64_t)(a->count - at) : DT__STRIP, narrow);
-#if DT__ISA == 2
-    if (a->non_temporal) _mm_sfence();
-#endif
     return DT_OK;
 }
 
@@ -13759,12 +13802,13 @@ DT__FN dt_status DT__K(cast)(const dt_cast_args *a) {
 #if DT__BITS == 32
     DT__REAL buf[DT__STRIP];
     int64_t count = (int64_t)a->count;
+    int mode = dt__store_mode(a->accumulate, count, a->dtype);
     int from_float = a->from == DT_F32 || dt__narrow(a->from);
     for (int64_t at = 0; from_float && !(a->accumulate && dt__narrow(a->dtype)); at += DT__STRIP) {
         int64_t n = count - at < DT__STRIP ? count - at : DT__STRIP;
         if (n <= 0) return DT_OK;
         const DT__REAL *x = DT__K(load)(a->from, a->in, at, n, buf);
-        DT__K(store)(a->dtype, a->out, at, n, x, a->accumulate);
+        DT__K(store)(a->dtype, a->out, at, n, x, mode);
     }
 #endif
     return dt__cast_any(a);
@@ -13772,31 +13816,36 @@ DT__FN dt_status DT__K(cast)(const dt_cast_args *a) {
 
 /* Copies one tile of a transpose: `in` is dense along dimension `rows`, out along the last, so both
    are read and written in whole cache lines. */
-DT__FN void DT__K(permute_tile)(
-    const dt_permute_args *a, int rows, int64_t in, int64_t out, int64_t n_rows, int64_t n_cols) {
-    DT__REAL tile[DT__TILE * DT__TILE], buf[DT__TILE];
+DT__FN void DT__K(permute_tile)(const dt_permute_args *a, int rows, int64_t in, int64_t out,
+    int64_t n_rows, int64_t n_cols, int mode) {
+    DT__REAL tile[DT__TILE_ROWS * DT__TILE], buf[DT__TRANSPOSE][DT__TILE_ROWS];
     int64_t in_step = a->in_stride[a->shape.nd - 1];
-    for (int64_t c = 0; c < n_cols; c++) {
-        const DT__REAL *x = DT__K(load)(a->dtype, a->in, in + c * in_step, n_rows, buf);
-        for (int64_t r = 0; r < n_rows; r++) tile[r * DT__TILE + c] = x[r];
+    for (int64_t c = 0; c < n_cols; c++) dt__prefetch(a->dtype, a->in, in + c * in_step, n_rows);
+    for (int64_t c = 0; c < n_cols; c += DT__TRANSPOSE) {
+        const DT__REAL *row[DT__TRANSPOSE];
+        for (int64_t l = 0; l < DT__TRANSPOSE; l++) { /* the last column again past the edge */
+            int64_t column = c + l < n_cols ? c + l : n_cols - 1;
+            row[l] = DT__K(load)(a->dtype, a->in, in + column * in_step, n_rows, buf[l]);
+        }
+        DT__K(transpose)(tile + c, DT__TILE, row, n_rows);
     }
     for (int64_t r = 0; r < n_rows; r++, out += a->out_stride[rows])
-        DT__K(store)(a->dtype, a->out, out, n_cols, tile + r * DT__TILE, a->accumulate);
+        DT__K(store)(a->dtype, a->out, out, n_cols, tile + r * DT__TILE, mode);
 }
 
 /* Transposes the last dimension and dimension `rows`, in tiles. */
-DT__FN void DT__K(permute_tiles)(const dt_permute_args *a, int rows) {
+DT__FN void DT__K(permute_tiles)(const dt_permute_args *a, int rows, int mode) {
     int last = a->shape.nd - 1;
     int64_t n_rows = a->shape.d[rows], n_cols = a->shape.d[last], in, out;
     dt_shape others = a->shape;
     others.d[rows] = others.d[last] = 1;
     dt__strips s = dt__strips_begin(others);
     while (dt__strips_next(&s, a->in_stride, a->out_stride, &in, &out))
-        for (int64_t r = 0; r < n_rows; r += DT__TILE)
+        for (int64_t r = 0; r < n_rows; r += DT__TILE_ROWS)
             for (int64_t c = 0; c < n_cols; c += DT__TILE) DT__K(permute_tile)
     (a, rows, in + r + c * a->in_stride[last], out + r * a->out_stride[rows] + c,
-        n_rows - r < DT__TILE ? n_rows - r : DT__TILE,
-        n_cols - c < DT__TILE ? n_cols - c : DT__TILE);
+        n_rows - r < DT__TILE_ROWS ? n_rows - r : DT__TILE_ROWS,
+        n_cols - c < DT__TILE ? n_cols - c : DT__TILE, mode);
 }
 
 DT__FN dt_status DT__K(permute)(const dt_permute_args *args) {
@@ -13805,16 +13854,20 @@ DT__FN dt_status DT__K(permute)(const dt_permute_args *args) {
     dt__strips r = dt__strips_begin(a->shape);
     int64_t in, out, last = r.shape.nd - 1, in_step = a->in_stride[last],
                      out_step = a->out_stride[last];
+    int mode = dt__store_mode(a->accumulate, dt_count(a->shape), a->dtype);
     for (int i = 0; i < last; i++)
         if (a->in_stride[i] == 1 && in_step > 1 && out_step == 1) {
-            DT__K(permute_tiles)(a, i);
+            DT__K(permute_tiles)(a, i, mode);
             return DT_OK;
         }
-    while (dt__strips_next(&r, a->in_stride, a->out_stride, &in, &out)) {
-        const DT__REAL *x = DT__K(load_strided)(a->dtype, a->in, in, in_step, r.n, buf);
-        int64_t n = out_step == 1 ? r.n : 1; /* number of elements that each call stores */
-        for (int64_t i = 0; i < r.n; i += n)
-            DT__K(store)(a->dtype, a->out, out + i * out_step, n, x + i, a->accumulate);
+    int more = dt__strips_next(&r, a->in_stride, a->out_stride, &in, &out);
+    while (more) {
+        int64_t count = r.n, to = out, n = out_step == 1 ? count : 1; /* n: stored by each call */
+        const DT__REAL *x = DT__K(load_strided)(a->dtype, a->in, in, in_step, count, buf);
+        more = dt__strips_next(&r, a->in_stride, a->out_stride, &in, &out);
+        if (more && in_step == 1) dt__prefetch(a->dtype, a->in, in, r.n);
+        for (int64_t i = 0; i < count; i += n)
+            DT__K(store)(a->dtype, a->out, to + i * out_step, n, x + i, mode);
     }
     return DT_OK;
 }
@@ -13902,6 +13955,7 @@ DT__FN dt_status DT__K(binary)(const dt_binary_args *a) {
     dt__strips r = dt__strips_begin(a->shape);
     int64_t at_x, at_y, last = r.shape.nd - 1, step_x = a->stride_a[last],
                         step_y = a->stride_b[last];
+    int mode = dt__store_mode(a->accumulate, dt_count(a->shape), a->dtype);
     while (dt__strips_next(&r, a->stride_a, a->stride_b, &at_x, &at_y)) {
         const DT__REAL *x = DT__K(load_strided)(a->dtype, a->a, at_x, step_x, r.n, buf_x);
         const DT__REAL *y = DT__K(load_strided)(a->dtype, a->b, at_y, step_y, r.n, buf_y);
@@ -13920,7 +13974,7 @@ DT__FN dt_status DT__K(binary)(const dt_binary_args *a) {
             DT__EACH(DT_STEP, out, x[i] < y[i] ? 0 : x[i] == y[i] ? (DT__REAL)0.5 : 1);
         default: return DT_ERR_ARG;
         }
-        DT__K(store)(a->dtype, a->out, r.out, r.n, out, a->accumulate);
+        DT__K(store)(a->dtype, a->out, r.out, r.n, out, mode);
     }
     return DT_OK;
 }
@@ -13930,6 +13984,7 @@ DT__FN dt_status DT__K(where)(const dt_where_args *a) {
     DT__REAL zeros[DT__STRIP] = { 0 };
     dt__strips r = dt__strips_begin(a->shape);
     int64_t at_m, at_x, last = r.shape.nd - 1;
+    int mode = dt__store_mode(a->accumulate, dt_count(a->shape), a->dtype);
     while (dt__strips_next(&r, a->stride_mask, a->stride_a, &at_m, &at_x)) {
         int64_t at_y = dt__strips_offset(&r, a->stride_b);
         const DT__REAL *x = zeros, *y = zeros,
@@ -13937,14 +13992,17 @@ DT__FN dt_status DT__K(where)(const dt_where_args *a) {
                            a->dtype, a->mask, at_m, a->stride_mask[last], r.n, buf_m);
         if (a->a) x = DT__K(load_strided)(a->dtype, a->a, at_x, a->stride_a[last], r.n, buf_x);
         if (a->b) y = DT__K(load_strided)(a->dtype, a->b, at_y, a->stride_b[last], r.n, buf_y);
+        if (a->a) dt__prefetch(a->dtype, a->a, at_x + r.n, r.n);
+        if (a->b) dt__prefetch(a->dtype, a->b, at_y + r.n, r.n);
         for (int64_t i = 0; i < r.n; i++) out[i] = mask[i] != 0 ? x[i] : y[i];
-        DT__K(store)(a->dtype, a->out, r.out, r.n, out, a->accumulate);
+        DT__K(store)(a->dtype, a->out, r.out, r.n, out, mode);
     }
     return DT_OK;
 }
 
 DT__FN dt_status DT__K(unary)(const dt_unary_args *a) {
     int64_t count = (int64_t)a->count;
+    int mode = dt__store_mode(0, count, a->dtype);
     if (a->act < 0 || a->act >= DT_ACTS) return DT_ERR_ARG;
     DT__PARALLEL
     for (int64_t at = 0; at < count; at += DT__STRIP) {
@@ -13952,13 +14010,15 @@ DT__FN dt_status DT__K(unary)(const dt_unary_args *a) {
         int64_t n = count - at < DT__STRIP ? count - at : DT__STRIP;
         const DT__REAL *x = DT__K(load)(a->dtype, a->in, at, n, buf);
         DT__K(act)(a->act, x, n, out, (DT__REAL)a->scale, (DT__REAL)a->shift);
-        DT__K(store)(a->dtype, a->out, at, n, out, 0);
+        DT__K(store)(a->dtype, a->out, at, n, out, mode);
     }
     return DT_OK;
 }
 
 DT__FN dt_status DT__K(unary_back)(const dt_unary_back_args *a) {
     int64_t count = (int64_t)a->count;
+    int mode = dt__store_mode(a->accumulate, count, a->dtype),
+        is_choice = a->act == DT_ACT_RELU || a->act == DT_ACT_ABS || a->act == DT_ACT_CLAMP;
     if (a->act < 0 || a->act >= DT_ACTS) return DT_ERR_ARG;
     DT__PARALLEL
     for (int64_t at = 0; at < count; at += DT__STRIP) {
@@ -13966,8 +14026,9 @@ DT__FN dt_status DT__K(unary_back)(const dt_unary_back_args *a) {
         int64_t n = count - at < DT__STRIP ? count - at : DT__STRIP;
         const DT__REAL *x = a->in ? DT__K(load)(a->dtype, a->in, at, n, buf_x) : NULL;
         const DT__REAL *dout = DT__K(load)(a->dtype, a->dout, at, n, buf_d);
+        if (is_choice) dt__prefetch(a->dtype, a->dout, at + n, n);
         DT__K(act_back)(a->act, x, dout, n, dx, (DT__REAL)a->scale, (DT__REAL)a->shift);
-        DT__K(store)(a->dtype, a->dx, at, n, dx, a->accumulate);
+        DT__K(store)(a->dtype, a->dx, at, n, dx, mode);
     }
     return DT_OK;
 }
@@ -13976,23 +14037,27 @@ DT__FN dt_status DT__K(unary_back)(const dt_unary_back_args *a) {
 DT__FN dt_status DT__K(glu)(const dt_glu_args *a) {
     DT__REAL out[DT__STRIP], buf[DT__STRIP];
     int64_t cols = (int64_t)a->cols;
+    int mode = dt__store_mode(0, (int64_t)a->rows * cols, a->dtype);
     if (a->act < 0 || a->act >= DT_ACT_AFFINE) return DT_ERR_ARG;
     for (int64_t r = 0; r < (int64_t)a->rows; r++) {
         for (int64_t c = 0; c < cols; c += DT__STRIP) {
             int64_t n = cols - c < DT__STRIP ? cols - c : DT__STRIP;
             const DT__REAL *gate = DT__K(load)(a->dtype, a->in, 2 * r * cols + c, n, buf);
+            dt__prefetch(a->dtype, a->in, (2 * r + 2) * cols + c, n);
+            dt__prefetch(a->dtype, a->in, (2 * r + 3) * cols + c, n);
             DT__K(act)(a->act, gate, n, out, 1, 0);
             const DT__REAL *up = DT__K(load)(a->dtype, a->in, (2 * r + 1) * cols + c, n, buf);
             for (int64_t i = 0; i < n; i++) out[i] *= up[i];
-            DT__K(store)(a->dtype, a->out, r * cols + c, n, out, 0);
+            DT__K(store)(a->dtype, a->out, r * cols + c, n, out, mode);
         }
     }
     return DT_OK;
 }
 
 DT__FN dt_status DT__K(glu_back)(const dt_glu_back_args *a) {
-    DT__REAL d[DT__STRIP], buf_x[DT__STRIP], buf_up[DT__STRIP], buf_d[DT__STRIP];
+    DT__REAL d[DT__STRIP], dx[DT__STRIP], buf_x[DT__STRIP], buf_up[DT__STRIP], buf_d[DT__STRIP];
     int64_t cols = (int64_t)a->cols;
+    int mode = dt__store_mode(a->accumulate, 2 * (int64_t)a->rows * cols, a->dtype);
     if (a->act < 0 || a->act >= DT_ACT_AFFINE) return DT_ERR_ARG;
     for (int64_t r = 0; r < (int64_t)a->rows; r++) {
         for (int64_t c = 0; c < cols; c += DT__STRIP) {
@@ -14002,11 +14067,11 @@ DT__FN dt_status DT__K(glu_back)(const dt_glu_back_args *a) {
             const DT__REAL *up = DT__K(load)(a->dtype, a->in, up_at, n, buf_up);
             const DT__REAL *dout = DT__K(load)(a->dtype, a->dout, r * cols + c, n, buf_d);
             for (int64_t i = 0; i < n; i++) d[i] = dout[i] * up[i];
-            DT__K(act_back)(a->act, gate, d, n, d, 1, 0);
-            DT__K(store)(a->dtype, a->dx, gate_at, n, d, a->accumulate);
+            DT__K(act_back)(a->act, gate, d, n, dx, 1, 0);
+            DT__K(store)(a->dtype, a->dx, gate_at, n, dx, mode);
             DT__K(act)(a->act, gate, n, d, 1, 0);
             for (int64_t i = 0; i < n; i++) d[i] *= dout[i];
-            DT__K(store)(a->dtype, a->dx, up_at, n, d, a->accumulate);
+            DT__K(store)(a->dtype, a->dx, up_at, n, d, mode);
         }
     }
     return DT_OK;
@@ -14060,48 +14125,61 @@ DT__FN dt_status DT__K(sum)(const dt_sum_args *a) {
     return DT_OK;
 }
 
-/* Cumulative sums of rows. Several rows advance together, because each addition of a row waits for
-   the one before. */
+/* Cumulative sums of rows. Each addition of a row waits for the one before, so DT__TRANSPOSE rows
+   advance together: a transposed strip has them in the lanes of vectors. */
 DT__FN void DT__K(cumsum_rows)(const dt_cumsum_args *a) {
-    enum { ROWS = 4 };
-    DT__REAL out[ROWS][DT__STRIP], buf[ROWS][DT__STRIP];
-    const DT__REAL *x[ROWS];
+    enum { ROWS = DT__TRANSPOSE, SHORT_STRIP = 128 };
+    DT__REAL out[ROWS][SHORT_STRIP], tile[SHORT_STRIP][ROWS] = { { 0 } };
     int64_t n = (int64_t)a->n, outer = (int64_t)a->outer;
+    int mode = dt__store_mode(a->accumulate, outer * n, a->dtype);
     for (int64_t o = 0; o < outer; o += ROWS) {
         int rows = outer - o < ROWS ? (int)(outer - o) : ROWS;
         DT__REAL sum[ROWS] = { 0 };
-        for (int64_t done = 0; done < n; done += DT__STRIP) {
-            int64_t have = n - done < DT__STRIP ? n - done : DT__STRIP,
+        for (int64_t done = 0; done < n; done += SHORT_STRIP) {
+            int64_t have = n - done < SHORT_STRIP ? n - done : (int64_t)SHORT_STRIP,
                     at = o * n + (a->reverse ? n - done - have : done);
-            for (int r = 0; r < ROWS; r++) /* the last row again for rows that do not exist */
-                x[r] =
-                    DT__K(load)(a->dtype, a->in, at + (r < rows ? r : rows - 1) * n, have, buf[r]);
+            const DT__REAL *x[ROWS];
+            for (int r = 0; r < ROWS; r++) { /* the last row again for rows that do not exist */
+                int64_t from = at + (r < rows ? r : rows - 1) * n;
+                x[r] = DT__K(load)(a->dtype, a->in, from, have, out[r]);
+                dt__prefetch(a->dtype, a->in, from + (a->reverse ? -have : have), SHORT_STRIP);
+            }
+            DT__K(transpose)(tile[0], ROWS, x, have);
             for (int64_t l = 0; l < have; l++) {
-                int64_t i = a->reverse ? have - 1 - l : l;
-                for (int r = 0; r < ROWS; r++) out[r][i] = sum[r] += x[r][i];
+                DT__REAL *term = tile[a->reverse ? have - 1 - l : l];
+                for (int r = 0; r < ROWS; r++) term[r] = sum[r] += term[r];
+            }
+            for (int64_t i = 0; i < have; i += ROWS) {
+                for (int r = 0; r < ROWS; r++) x[r] = tile[i + r];
+                DT__K(transpose)(out[0] + i, SHORT_STRIP, x, ROWS);
             }
             for (int r = 0; r < rows; r++)
-                DT__K(store)(a->dtype, a->out, at + r * n, have, out[r], a->accumulate);
+                DT__K(store)(a->dtype, a->out, at + r * n, have, out[r], mode);
         }
     }
 }
 
+/* Adds row after row, in bands of columns whose sums fit into the first cache level. */
 DT__FN dt_status DT__K(cumsum)(const dt_cumsum_args *a) {
-    DT__REAL sum[DT__STRIP], buf[DT__STRIP];
+    enum { BAND = 8 * DT__STRIP };
+    DT__REAL sum[BAND], buf[DT__STRIP];
     int64_t inner = (int64_t)a->inner, n = (int64_t)a->n;
+    int mode = dt__store_mode(a->accumulate, (int64_t)a->outer * n * inner, a->dtype);
     if (inner == 1) DT__K(cumsum_rows)(a);
-    for (int64_t o = 0; o < (int64_t)a->outer && inner > 1; o++) {
-        for (int64_t c = 0; c < inner; c += DT__STRIP) {
-            int64_t have = inner - c < DT__STRIP ? inner - c : DT__STRIP;
-            memset(sum, 0, sizeof sum);
-            for (int64_t l = 0; l < n; l++) {
-                int64_t at = (o * n + (a->reverse ? n - 1 - l : l)) * inner + c;
-                const DT__REAL *x = DT__K(load)(a->dtype, a->in, at, have, buf);
-                for (int64_t i = 0; i < have; i++) sum[i] += x[i];
-                DT__K(store)(a->dtype, a->out, at, have, sum, a->accumulate);
-            }
+    for (int64_t o = 0; o < (int64_t)a->outer && inner > 1; o++)
+        for (int64_t band = 0; band < inner; band += BAND) {
+            int64_t end = inner - band < BAND ? inner - band : (int64_t)BAND;
+            memset(sum, 0, (size_t)end * sizeof *sum);
+            for (int64_t l = 0; l < n; l++)
+                for (int64_t c = 0; c < end; c += DT__STRIP) {
+                    int64_t have = end - c < DT__STRIP ? end - c : DT__STRIP,
+                            at = (o * n + (a->reverse ? n - 1 - l : l)) * inner + band + c;
+                    const DT__REAL *x = DT__K(load)(a->dtype, a->in, at, have, buf);
+                    dt__prefetch(a->dtype, a->in, a->reverse ? at - inner : at + inner, have);
+                    for (int64_t i = 0; i < have; i++) sum[c + i] += x[i];
+                    DT__K(store)(a->dtype, a->out, at, have, sum + c, mode);
+                }
         }
-    }
     return DT_OK;
 }
 
@@ -14111,6 +14189,7 @@ DT__FN dt_status DT__K(patches)(const dt_patches_args *a) {
     DT__REAL buf[DT__STRIP], pad[DT__STRIP];
     int64_t each = w->kernel[0] * w->kernel[1], columns = w->out[1],
             rows = w->batch * w->out[0] * columns * each;
+    int mode = dt__store_mode(0, rows * w->channels, a->dtype);
     for (int i = 0; i < DT__STRIP; i++) pad[i] = (DT__REAL)a->pad_value;
     for (int64_t r = 0; r < rows; r++) {
         int64_t at = r / each, k = r % each, image = at / (w->out[0] * columns);
@@ -14122,7 +14201,7 @@ DT__FN dt_status DT__K(patches)(const dt_patches_args *a) {
         for (int64_t c = 0; c < w->channels; c += DT__STRIP) {
             int64_t n = w->channels - c < DT__STRIP ? w->channels - c : DT__STRIP;
             const DT__REAL *row = inside ? DT__K(load)(a->dtype, a->in, from + c, n, buf) : pad;
-            DT__K(store)(a->dtype, a->out, r * w->channels + c, n, row, 0);
+            DT__K(store)(a->dtype, a->out, r * w->channels + c, n, row, mode);
         }
     }
     return DT_OK;
@@ -14134,6 +14213,7 @@ DT__FN dt_status DT__K(patches_back)(const dt_patches_back_args *a) {
     const dt_window *w = &a->window;
     DT__REAL sum[DT__STRIP], buf[DT__STRIP];
     int64_t each = w->kernel[0] * w->kernel[1], pixels = w->batch * w->in[0] * w->in[1];
+    int mode = dt__store_mode(a->accumulate, pixels * w->channels, a->dtype);
     for (int64_t p = 0; p < pixels; p++)
         for (int64_t c = 0; c < w->channels; c += DT__STRIP) {
             int64_t n = w->channels - c < DT__STRIP ? w->channels - c : DT__STRIP;
@@ -14151,7 +14231,7 @@ DT__FN dt_status DT__K(patches_back)(const dt_patches_back_args *a) {
                 const DT__REAL *d = DT__K(load)(a->dtype, a->dout, from * w->channels + c, n, buf);
                 for (int64_t i = 0; i < n; i++) sum[i] += d[i];
             }
-            DT__K(store)(a->dtype, a->dx, p * w->channels + c, n, sum, a->accumulate);
+            DT__K(store)(a->dtype, a->dx, p * w->channels + c, n, sum, mode);
         }
     return DT_OK;
 }
@@ -14162,11 +14242,19 @@ DT__FN inline int DT__K(is_greater)(DT__REAL a, DT__REAL b) {
     return (a > b) | ((a != a) & (b == b));
 }
 
-/* Returns the index of the first NaN among n elements; without a NaN, that of the first maximum. */
+/* Returns the index of the first NaN among n elements; without a NaN, that of the first maximum.
+   Blocks without such an element are skipped: a loop that only counts is vectorized. */
 DT__FN int64_t DT__K(argmax)(const DT__REAL *x, int64_t n) {
+    enum { BLOCK = 64 };
     DT__REAL best = DT__K(largest)(x, n);
-    int64_t nans = 0, first = 0;
+    int nans = 0, hits = 0;
+    int64_t first = 0;
     for (int64_t i = 0; i < n; i++) nans += x[i] != x[i];
+    for (; first + BLOCK <= n; first += BLOCK) {
+        for (int l = 0; l < BLOCK; l++)
+            hits += nans ? x[first + l] != x[first + l] : x[first + l] == best;
+        if (hits) break;
+    }
     if (nans)
         while (x[first] == x[first]) first++;
     else
@@ -14183,6 +14271,7 @@ DT__FN dt_status DT__K(max_rows)(const dt_max_args *a) {
         for (int64_t at = 0; at < n; at += DT__STRIP) {
             const DT__REAL *x = DT__K(load)(
                 a->dtype, a->in, o * n + at, n - at < DT__STRIP ? n - at : DT__STRIP, buf);
+            dt__prefetch(a->dtype, a->in, o * n + at + DT__STRIP, DT__STRIP);
             int64_t i = DT__K(argmax)(x, n - at < DT__STRIP ? n - at : DT__STRIP);
             if (at > 0 && !DT__K(is_greater)(x[i], best)) continue;
             best = x[i];
@@ -14371,6 +14460,7 @@ DT__FN dt_status DT__K(rope)(const dt_rope_args *a) {
             heads = (int64_t)a->heads;
     DT__REAL cosine[MAX_PAIRS], sine[MAX_PAIRS], buf[2 * MAX_PAIRS], out[2 * MAX_PAIRS];
     double rate[MAX_PAIRS];
+    int mode = dt__store_mode(a->accumulate, (int64_t)a->tokens * heads * dim, a->dtype);
     if (rotary % 2 || rotary > dim || dim > 2 * MAX_PAIRS) return DT_ERR_ARG;
     for (int64_t i = 0; i < half; i++) rate[i] = dt_rope_rate(a, (size_t)i);
     double factor = a->scaling.kind == DT_ROPE_YARN ? a->scaling.attention : 1;
@@ -14390,7 +14480,7 @@ DT__FN dt_status DT__K(rope)(const dt_rope_args *a) {
                 out[i * step + distance] = x1 * cosine[i] + x0 * sine[i];
             }
             for (int64_t i = rotary; i < dim; i++) out[i] = x[i];
-            DT__K(store)(a->dtype, a->out, h * dim, dim, out, a->accumulate);
+            DT__K(store)(a->dtype, a->out, h * dim, dim, out, mode);
         }
     }
     return DT_OK;
@@ -14403,6 +14493,7 @@ DT__FN dt_status DT__K(dropout)(const dt_dropout_args *a) {
     DT__REAL out[DT__STRIP], buf[DT__STRIP], scale = (DT__REAL)(1 / (1 - a->p));
     int64_t cols = (int64_t)a->cols;
     uint64_t threshold = (uint64_t)(a->p * 4294967296.0);
+    int mode = dt__store_mode(a->accumulate, (int64_t)a->rows * cols, a->dtype);
     for (int64_t r = 0; r < (int64_t)a->rows; r++) {
         uint64_t token = (uint64_t)(uint32_t)(a->tokens ? a->tokens[r] : (int32_t)r) << 32;
         for (int64_t c = 0; c < cols; c += DT__STRIP) {
@@ -14414,7 +14505,7 @@ DT__FN dt_status DT__K(dropout)(const dt_dropout_args *a) {
                 if (i == 0 || column % 4 == 0) dt__philox(a->key, token | column / 4, word);
                 out[i] = word[column % 4] < threshold ? 0 : x[i] * scale;
             }
-            DT__K(store)(a->dtype, a->out, r * cols + c, n, out, a->accumulate);
+            DT__K(store)(a->dtype, a->out, r * cols + c, n, out, mode);
         }
     }
     return DT_OK;
@@ -15261,6 +15352,7 @@ DT__FN dt_status DT__K(cross_entropy_back)(const dt_cross_entropy_back_args *a) 
     DT__REAL factor = (DT__REAL)(*a->upstream * a->scale);
     int64_t cols = (int64_t)a->cols, vocab = a->vocab || a->full_vocab ? (int64_t)a->vocab : cols;
     int64_t all = a->full_vocab ? a->full_vocab : vocab;
+    int mode = dt__store_mode(a->accumulate, (int64_t)a->rows * cols, a->dtype);
     if (!a->work || a->work_bytes < dt_row_work(cols, a->dtype) || vocab > cols) return DT_ERR_ARG;
     DT__REAL *d = (DT__REAL *)dt__align64(a->work), *buf = d + cols;
     DT__REAL off = factor * (DT__REAL)(a->smoothing / (double)all),
@@ -15274,7 +15366,7 @@ DT__FN dt_status DT__K(cross_entropy_back)(const dt_cross_entropy_back_args *a) 
         memset(d, 0, (size_t)cols * sizeof *d);
         for (int64_t c = 0; c < vocab && label >= 0; c++) d[c] = scale * DT__EXP(x[c] - lse) - off;
         if (label >= 0 && column >= 0 && column < vocab) d[column] -= on;
-        DT__K(store)(a->dtype, a->dlogits, r * cols, cols, d, a->accumulate);
+        DT__K(store)(a->dtype, a->dlogits, r * cols, cols, d, mode);
     }
     return DT_OK;
 }
@@ -15314,7 +15406,9 @@ DT__FN dt_status DT__K(pair_loss_back)(const dt_pair_loss_back_args *a) {
     DT__REAL d[DT__STRIP], buf_x[DT__STRIP], buf_y[DT__STRIP],
         factor = (DT__REAL)(*a->upstream * a->scale);
     if (a->kind < DT_PAIR_SQUARE || a->kind > DT_PAIR_BCE_TARGET) return DT_ERR_ARG;
-    for (int64_t at = 0, count = (int64_t)a->count; at < count; at += DT__STRIP) {
+    int64_t count = (int64_t)a->count;
+    int mode = dt__store_mode(a->accumulate, count, a->dtype);
+    for (int64_t at = 0; at < count; at += DT__STRIP) {
         int64_t n = count - at < DT__STRIP ? count - at : DT__STRIP;
         const DT__REAL *x = DT__K(load)(a->dtype, a->a, at, n, buf_x),
                        *y = DT__K(load)(a->dtype, a->b, at, n, buf_y);
@@ -15323,7 +15417,7 @@ DT__FN dt_status DT__K(pair_loss_back)(const dt_pair_loss_back_args *a) {
             DT__EACH(DT_PAIR_BCE, d, factor * (DT__LOGISTIC(x[i]) - y[i]));
             DT__EACH(DT_PAIR_BCE_TARGET, d, factor * -y[i]);
         }
-        DT__K(store)(a->dtype, a->da, at, n, d, a->accumulate);
+        DT__K(store)(a->dtype, a->da, at, n, d, mode);
     }
     return DT_OK;
 }
@@ -15611,7 +15705,9 @@ static const dt__variant *dt__variant_of(dt_dtype dtype, int isa) {
     static dt_status dt__cpu_##k(const dt_##k##_args *a, void *stream) { \
         (void)stream; \
         const dt__variant *variant = dt__variant_of(a->dtype, dt__best_isa()); \
-        return variant && variant->k ? variant->k(a) : DT_ERR_UNSUPPORTED; \
+        dt_status status = variant && variant->k ? variant->k(a) : DT_ERR_UNSUPPORTED; \
+        dt__stream_fence(); \
+        return status; \
     }
 DT__VARIANT_KERNELS(DT__DISPATCH)
 #undef DT__DISPATCH

@@ -10,6 +10,7 @@
 #define _GNU_SOURCE
 #endif
 #define DT_IMPLEMENTATION
+#define DT__STREAM_BYTES 1024 /* so that the larger arrays of the tests are streamed */
 #include "dt_tensor.h"
 #include "tests/support/check.h"
 #include "tests/support/meter.h"
