@@ -866,7 +866,7 @@ static void bench_norm(bench *b, int kind) {
         .work = work,
         .work_bytes = work_bytes };
     dt_norm_back_args g = { b->t, dx, dg, rms ? NULL : db, d, x, gain, a.mean, rstd, R, C, add, add,
-        add, rms, wide, wide, work, work_bytes };
+        add, rms, wide, wide, work, work_bytes, 0 };
     OK(b->v->norm(&a));
     OK(b->v->norm_back(&g));
     same(b, "norm", y, b->t, f, N, 2);
@@ -895,7 +895,8 @@ static void bench_rope(bench *b, int kind) {
         if (c < ROTARY) v = v * cos(angle) + (second ? other : -other) * sin(angle);
         want[i] = (add ? want[i] : 0) + v;
     }
-    dt_rope_args a = { b->t, y, x, at, T, H, D, ROTARY, 1e4, kind & 1, kind >> 1 & 1, add };
+    dt_rope_args a = { b->t, y, x, at, T, H, D, ROTARY, 1e4, kind & 1, kind >> 1 & 1, add,
+        { .kind = 0 } };
     OK(b->v->rope(&a));
     same(b, "rope", y, b->t, want, T * H * D, 2);
     a.rotary = 15;
@@ -982,9 +983,9 @@ static void bench_cross_entropy(bench *b, int kind) {
     }
     for (int i = 0; i < 2; i++) want[i] = want[i] / 3 + (add ? loss[i] : 0);
     dt_cross_entropy_args a = { b->t, loss, row_loss, lse, x, labels, R, C,
-        kind & 1 ? (size_t)vocab : 0, 3, s, loss + 1, add, work, work_bytes };
+        kind & 1 ? (size_t)vocab : 0, 3, s, loss + 1, add, work, work_bytes, NULL, 0, 0 };
     dt_cross_entropy_back_args back = { b->t, dx, x, lse, labels, R, C,
-        kind & 1 ? (size_t)vocab : 0, &up, 0.3, s, z, add, work, work_bytes };
+        kind & 1 ? (size_t)vocab : 0, &up, 0.3, s, z, add, work, work_bytes, 0, 0 };
     OK(b->v->cross_entropy(&a));
     OK(b->v->cross_entropy_back(&back));
     same(b, "lse", lse, stat, l, R, 1);
@@ -1583,7 +1584,7 @@ static void bench_merge(bench *b, int64_t step, int backwards) {
     h.sight = (dt_attention_mask){ 1, p, kp, NULL, NULL, 30 };
     naive_attention(&h, b->t, q, k, v, f, l);
     dt_attention_back_args back = { b->t, dq, NULL, NULL, dout, out, lse, q, k, v, 2, 21, 45, 4, 2,
-        5, 0.6, h.sight, 0, 0, 0, 1, work, work_bytes };
+        5, 0.6, h.sight, 0, 0, 0, 1, work, work_bytes, 0 };
     for (int pass = 0; pass < 2; pass++) {
         int64_t count = (h.TK + step - 1) / step;
         for (int64_t turn = 0; turn < count; turn++) {
@@ -1595,7 +1596,7 @@ static void bench_merge(bench *b, int64_t step, int backwards) {
             dt_attention_mask sight = { 1, p, part_p, NULL, NULL, 30 };
             if (pass == 0) {
                 dt_attention_args a = { b->t, out, lse, q, some_k, some_v, 2, 21, n, 4, 2, 5, 0.6,
-                    sight, turn > 0, 1, work, work_bytes };
+                    sight, turn > 0, 1, work, work_bytes, 0 };
                 OK(b->v->attention(&a));
                 continue;
             }
@@ -1678,9 +1679,9 @@ static void bench_attention_rows(bench *b, heads h) {
     void *one_out = array_of(b, stat, width, 1), *one_lse = array_of(b, stat, (size_t)h.H, 1),
          *one_dq = array_of(b, stat, width, 1), *work = keep(b, room(work_bytes));
     dt_attention_args a = { b->t, out, lse, q, k, v, h.B, h.TQ, h.TK, h.H, h.K, h.D, 0.6,
-        { .causal = 1 }, 0, 1, work, work_bytes };
+        { .causal = 1 }, 0, 1, work, work_bytes, 0 };
     dt_attention_back_args g = { b->t, dq, NULL, NULL, dout, out, lse, q, k, v, h.B, h.TQ, h.TK,
-        h.H, h.K, h.D, 0.6, { .causal = 1 }, 0, 0, 0, 1, work, work_bytes };
+        h.H, h.K, h.D, 0.6, { .causal = 1 }, 0, 0, 0, 1, work, work_bytes, 0 };
     OK(b->v->attention(&a));
     OK(b->v->attention_back(&g));
     for (int64_t row = 0; row < h.B * h.TQ; row += 7) {
@@ -2015,7 +2016,7 @@ static void nan_elementwise(bench *b) {
     OK(b->v->dropout(&drop));
     CHECK(nans(z, b->t, 0, N) == 1);
     int32_t at[R] = { 0 };
-    dt_rope_args rope = { b->t, z, x, at, R, 1, C, 36, 1e4, 0, 0, 0 };
+    dt_rope_args rope = { b->t, z, x, at, R, 1, C, 36, 1e4, 0, 0, 0, { .kind = 0 } };
     OK(b->v->rope(&rope));
     CHECK(nans(z, b->t, 0, N) == 2);
     double squares = 0, loss = 0;
@@ -2076,14 +2077,14 @@ static void nan_rows(bench *b) {
     OK(b->v->softmax(&s));
     CHECK(nans(z, b->t, 0, N) == C && nans(z, b->t, C, 2 * C) == C);
     for (int rms = 0; rms < 2; rms++) {
-        dt_norm_args a = { b->t, z, more, stat, x, y, y, R, C, 1e-5, rms, work, work_bytes };
+        dt_norm_args a = { b->t, z, more, stat, x, y, y, R, C, 1e-5, rms, work, work_bytes, 0 };
         OK(b->v->norm(&a));
         CHECK(nans(z, b->t, 0, N) == C && nans(z, b->t, C, 2 * C) == C);
     }
     dt_cross_entropy_args ce = { b->t, &loss, row_loss, stat, x, labels, R, C, 0, 1, 0, NULL, 0,
-        work, work_bytes };
+        work, work_bytes, NULL, 0, 0 };
     dt_cross_entropy_back_args back = { b->t, z, x, stat, labels, R, C, 0, &up, 1, 0, 0, 0, work,
-        work_bytes };
+        work_bytes, 0, 0 };
     OK(b->v->cross_entropy(&ce));
     OK(b->v->cross_entropy_back(&back));
     CHECK(isnan(loss) && !isnan(row_loss[0]) && isnan(row_loss[1]) && nans(z, b->t, 0, N) == C);
@@ -2098,11 +2099,11 @@ static void nan_rows(bench *b) {
         .work_bytes = work_bytes };
     OK(b->v->matmul(&product)); /* the NaN is in row 1 of A */
     CHECK(nans(z, b->t, 0, R * 17) == 17 && nans(z, b->t, 17, 34) == 17);
-    dt_attention_mask sight = { 1, NULL, NULL, NULL, NULL };
+    dt_attention_mask sight = { .causal = 1 };
     put(x, b->t, 40, 1);
     put(x, b->t, 3 * (R - 2) + 1, NAN); /* the key of the last token but one */
     dt_attention_args a = { b->t, z, stat, y, x, y, 1, R, R, 1, 1, 3, 0.5, sight, 0, 0, work,
-        work_bytes };
+        work_bytes, 0 };
     OK(b->v->attention(&a));
     CHECK(nans(z, b->t, 0, 3 * (R - 2)) == 0 && nans(z, b->t, 3 * (R - 2), 3 * R) == 6);
 }

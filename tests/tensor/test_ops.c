@@ -1034,7 +1034,7 @@ static dt_tensor *build_grouped(dt_tensor **in, fd_case *c) {
     int64_t rows[4] = { c->ids[0], c->ids[1], c->ids[2], c->ids[3] };
     dt_linear_desc d = { .activation = c->kind & 1 ? DT_ACT_GELU : 0,
         .residual = c->kind & 2 ? in[3] : NULL },
-                   plain = { 0, NULL };
+                   plain = { .activation = 0 };
     dt_tensor *y = dt_grouped_linear(in[0], in[1], in[2], rows, d);
     if (c->kind & 4) y = dt_grouped_linear(y, dt_transpose(in[1], 1, 2), NULL, rows, plain);
     memset(rows, 0xff, sizeof rows); /* the ops have copied them */
@@ -1383,8 +1383,9 @@ GOLDEN(transpose, dt_transpose(in[0], (int)scalar(r, "dim_a"), (int)scalar(r, "d
 GOLDEN(gather_rows, dt_gather_rows(in[0], in[1]))
 GOLDEN(scatter_rows, dt_scatter_rows(in[0], in[1], (int64_t)scalar(r, "count")))
 GOLDEN(rope, dt_rope(in[0], in[1],
-                 (dt_rope_desc){
-                     scalar(r, "theta"), (int)scalar(r, "rotary"), (int)scalar(r, "interleaved") }))
+                 (dt_rope_desc){ .theta = scalar(r, "theta"),
+                     .rotary = (int)scalar(r, "rotary"),
+                     .interleaved = (int)scalar(r, "interleaved") }))
 GOLDEN(attention, dt_attention(in[0], in[1], in[2],
                       (dt_attn_desc){ .full = scalar(r, "full") != 0,
                           .positions = in[3],
@@ -2060,7 +2061,7 @@ static dt_tensor *grouped(tensors *p, int64_t a, int64_t b, dt_linear_desc d) {
 }
 ROW(grouped_sum, grouped(p, 2, 2, (dt_linear_desc){ 0 }))
 ROW(grouped_below, grouped(p, -1, 4, (dt_linear_desc){ 0 }))
-ROW(grouped_activation, grouped(p, 1, 2, (dt_linear_desc){ 99, NULL }))
+ROW(grouped_activation, grouped(p, 1, 2, (dt_linear_desc){ .activation = 99 }))
 ROW(grouped_null, dt_grouped_linear(p->x, p->w, NULL, NULL, (dt_linear_desc){ 0 }))
 ROW(grouped_dims, int64_t rows[5] = { 3 };
     dt_grouped_linear(p->x, p->w, NULL, rows, (dt_linear_desc){ 0 }))
