@@ -39,7 +39,10 @@ typedef struct train_files {
     /* 1: the files are instruction data, and `encoded` has T ids and then T labels + 1 of each
        example, so that a label that does not count is 0 */
     int examples;
-    int64_t truncated;        /* examples that are longer than T tokens */
+    int64_t truncated; /* examples that are longer than T tokens */
+    /* examples that are left out, because their first T tokens have no label, and the first one:
+       the index of its file and its line */
+    int skipped, skipped_file, skipped_line;
     int cached;               /* DATA_CACHE_*: what the token cache did */
     int64_t weight;           /* of this source in a mixture; 0 means 1 */
     struct train_files *next; /* the next source of the mixture, allocated with calloc; or NULL */

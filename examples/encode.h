@@ -19,7 +19,7 @@
    encode_end_id). Those of the second form are ChatML, "<|im_start|>user\n2 + 2?<|im_end|>\n" for
    each message. An example is one sequence of T tokens. Only tokens of the answer with the end
    token, or of the assistant's contents with "<|im_end|>", have labels; the others have label -1.
-   A longer example is cut off after T tokens; it is an error if no token with a label is left. A
+   A longer example is cut off after T tokens, and left out if no token with a label is left. A
    shorter one is padded with the end token. */
 #ifndef ENCODE_H
 #define ENCODE_H
@@ -46,16 +46,26 @@ typedef struct encoding {
     int fd;
     char path[4352];
     int64_t tokens, truncated;
+    int32_t skipped, skipped_file, skipped_line; /* as in train_files */
     uint64_t key, digest;
-    /* the example that is encoded: the first T + 1 of its n tokens, and whether each has a label */
-    int64_t n;
+    /* the example that is encoded: its file and line, the first T + 1 of its n tokens and whether
+       each has a label, and the number of all its labels */
+    int32_t file, line;
+    int64_t n, labels;
     int32_t *token, *has_label;
 } encoding;
 
 /* Words of a shard's header, which has 256. llm.c defines the first three. A cached shard also has
-   the number of examples that were cut off, the key of what was encoded, and a digest of the
-   tokens, so that a damaged shard is found. */
-enum { ENCODE_TOKENS = 2, ENCODE_TRUNCATED, ENCODE_KEY, ENCODE_DIGEST = 6, ENCODE_HEADER = 256 };
+   the number of examples that were cut off, the key of what was encoded, a digest of the tokens, so
+   that a damaged shard is found, and three words of the examples that were left out. */
+enum {
+    ENCODE_TOKENS = 2,
+    ENCODE_TRUNCATED,
+    ENCODE_KEY,
+    ENCODE_DIGEST = 6,
+    ENCODE_SKIPPED = 8,
+    ENCODE_HEADER = 256
+};
 enum { ENCODE_BUFFER = 1 << 16 };
 
 /* Returns the token that ends a document and an example: <|endoftext|> or <|end_of_text|> if the
@@ -81,6 +91,55 @@ static inline uint64_t encode_hash(uint64_t h, const void *data, size_t bytes) {
 /* Continues a digest with n tokens, as FNV-1a does with bytes. */
 static inline uint64_t encode_digest(uint64_t h, const int32_t *ids, int64_t n) {
     for (int64_t i = 0; i < n; i++) h = (h ^ (uint32_t)ids[i]) * 1099511628211u;
+    return h;
+}
+
+// ==== Digests for a resumed run ==================================================================
+
+/* A checkpoint has a digest of the beginning of each source and one of the tokenizer, so that a
+   resumed run does not continue in other data without a word. */
+enum { ENCODE_DIGEST_BYTES = 1 << 16 };
+
+/* Returns a digest of a tokenizer: of its tokens, its merges and how it splits a text. */
+static inline uint64_t encode_tokenizer_digest(const tok *t) {
+    const int32_t about[4] = { t->vocab, t->regex, t->nfc, t->prefix_space };
+    uint64_t h = encode_hash(14695981039346656037u, about, sizeof about), merges = 0;
+    for (int32_t i = 0; i < t->vocab; i++) {
+        const tok_token *k = &t->token[i];
+        const int32_t token[3] = { i, k->special, tok_is_token(t, i) ? (int32_t)k->bytes : -1 };
+        h = encode_hash(h, token, sizeof token);
+        if (token[2] > 0) h = encode_hash(h, t->text + k->offset, k->bytes);
+    }
+    /* a sum, because the order in the table says nothing */
+    for (uint64_t i = 0; t->merge.slot && i <= t->merge.mask; i++) {
+        const tok_slot *m = &t->merge.slot[i];
+        const uint64_t pair[3] = { m->key, (uint64_t)m->rank, (uint64_t)m->value };
+        if (m->value >= 0) merges += encode_hash(h, pair, sizeof pair);
+    }
+    return encode_hash(h, &merges, sizeof merges);
+}
+
+/* Returns a digest of the first *bytes bytes of a source's files, in their order and without the
+   headers of token shards. Sets *bytes to the number of bytes if there are fewer. */
+static inline uint64_t encode_source_digest(const train_files *files, int64_t *bytes) {
+    int64_t left = *bytes;
+    int is_shards = files->shards && !*files->encoded;
+    uint64_t h = 14695981039346656037u;
+    char buffer[4096];
+    for (int i = 0; i < files->count && left > 0; i++) {
+        int fd = open(files->path[i], O_RDONLY | O_CLOEXEC);
+        off_t at = is_shards ? ENCODE_HEADER * (off_t)sizeof(int32_t) : 0;
+        ssize_t got = 0;
+        while (fd >= 0 && left > 0) {
+            size_t most = left < (int64_t)sizeof buffer ? (size_t)left : sizeof buffer;
+            if ((got = pread(fd, buffer, most, at)) <= 0) break;
+            h = encode_hash(h, buffer, (size_t)got);
+            at += got;
+            left -= got;
+        }
+        if (fd >= 0) close(fd);
+    }
+    *bytes -= left;
     return h;
 }
 
@@ -123,6 +182,7 @@ static inline void encode_add(encoding *e, int32_t id, int has_label) {
         e->has_label[e->n] = has_label;
     }
     e->n++;
+    e->labels += has_label;
 }
 
 /* Appends the tokens of a part of the example; before the first part also the special tokens that
@@ -171,14 +231,15 @@ static inline dt_status encode_put_example(encoding *e, const char *place) {
         row[T + t] = counts ? e->token[t + 1] + 1 : 0;
         labels += counts;
     }
-    e->truncated += e->n > T + 1;
-    if (labels)
+    if (labels) {
+        e->truncated += e->n > T + 1;
         encode_put(e, row, 2 * T);
-    else
-        dt_fail(e->ctx, DT_ERR_ARG,
-            "%s: no token of an answer is among the first %lld of its %lld tokens; use a longer "
-            "--seq",
-            place, (long long)T, (long long)e->n);
+    } else if (e->labels > 0) {
+        if (e->skipped++ == 0) e->skipped_file = e->file, e->skipped_line = e->line;
+    } else
+        dt_fail(e->ctx, DT_ERR_ARG, "%s: %s", place,
+            e->n == 0 ? "\"messages\" is empty"
+                      : "no message has the role \"assistant\", so that nothing has a label");
     dt_free(e->ctx, DT_MEM_HOST, row, 2 * (size_t)T * sizeof *row);
     return dt_error(e->ctx);
 }
@@ -192,7 +253,7 @@ static inline dt_status encode_example(
     const char *prompt = dt_json_string(j, dt_json_find(j, 0, "prompt"), &prompt_bytes);
     const char *answer = dt_json_string(j, dt_json_find(j, 0, "answer"), &answer_bytes);
     int messages = dt_json_find(j, 0, "messages"), good = prompt && answer;
-    e->n = 0;
+    e->n = e->labels = 0;
     if (good) {
         encode_part(e, prompt, prompt_bytes, 0);
         encode_part(e, answer, answer_bytes, 1);
@@ -219,6 +280,7 @@ static inline dt_status encode_examples(encoding *e, const char *path) {
         end = newline ? (size_t)(newline - text) : bytes;
         if (at + strspn(text + at, " \t\r") >= end) continue;
         snprintf(place, sizeof place, "%.4200s line %lld", path, (long long)number);
+        e->line = (int32_t)number;
         encode_example(e, place, text + at, end - at);
     }
     dt_free(e->ctx, DT_MEM_HOST, e->token, 2 * half);
@@ -266,8 +328,14 @@ static inline int encode_reuse(encoding *e, const char *path, train_files *files
         e->digest = encode_digest(e->digest, buffer, got / (ssize_t)sizeof *buffer);
         left -= got / (ssize_t)sizeof *buffer;
     }
-    good = good && left == 0 && digest[1] == e->digest;
-    if (good) files->truncated = header[ENCODE_TRUNCATED];
+    good = good && left == 0 && digest[1] == e->digest && header[ENCODE_SKIPPED + 1] >= 0 &&
+           header[ENCODE_SKIPPED + 1] < files->count;
+    if (good) {
+        e->truncated = header[ENCODE_TRUNCATED];
+        e->skipped = header[ENCODE_SKIPPED];
+        e->skipped_file = header[ENCODE_SKIPPED + 1];
+        e->skipped_line = header[ENCODE_SKIPPED + 2];
+    }
     files->cached = good ? DATA_CACHE_READ : fd >= 0 ? DATA_CACHE_REPLACED : DATA_CACHE_WRITTEN;
     e->digest = 0;
     free(buffer);
@@ -295,6 +363,9 @@ static inline dt_status encode_finish(encoding *e, const char *cached) {
     int32_t header[ENCODE_HEADER] = { 20240801, 7, (int32_t)e->tokens, (int32_t)e->truncated };
     memcpy(header + ENCODE_KEY, &e->key, sizeof e->key);
     memcpy(header + ENCODE_DIGEST, &e->digest, sizeof e->digest);
+    header[ENCODE_SKIPPED] = e->skipped;
+    header[ENCODE_SKIPPED + 1] = e->skipped_file;
+    header[ENCODE_SKIPPED + 2] = e->skipped_line;
     if (dt_error(e->ctx) == DT_OK &&
         (pwrite(e->fd, header, sizeof header, 0) != (ssize_t)sizeof header ||
             (e->cache && (fsync(e->fd) != 0 || rename(e->path, cached) != 0))))
@@ -307,13 +378,19 @@ static inline dt_status encode_to_shard(encoding *e, const train_files *files, c
     static const int32_t header[ENCODE_HEADER], last = 0;
     if (encode_create(e) != DT_OK) return dt_error(e->ctx);
     encode_write(e, header, sizeof header);
-    for (int i = 0; i < files->count && dt_error(e->ctx) == DT_OK; i++)
+    for (int i = 0; i < files->count && dt_error(e->ctx) == DT_OK; i++) {
+        e->file = i;
         if (files->examples)
             encode_examples(e, files->path[i]);
         else
             tok_encode_file(e->tok, files->path[i], 1, encode_put, e);
+    }
     if (files->examples && e->tokens > 0)
         encode_put(e, &last, 1); /* as the label that dt_text_read needs */
+    if (dt_error(e->ctx) == DT_OK && e->skipped > 0 && e->tokens == 0)
+        dt_fail(e->ctx, DT_ERR_ARG,
+            "%s: the answers of all examples begin after the first %d tokens; use a longer --seq",
+            files->path[e->skipped_file], e->seq);
     if (dt_error(e->ctx) == DT_OK && e->tokens < 2)
         dt_fail(e->ctx, DT_ERR_ARG, "%s: %lld %s; at least %d are needed",
             files->path[files->count - 1], (long long)e->tokens,
@@ -360,7 +437,11 @@ static inline dt_status encode_files(encoding *e, train_files *files) {
             cached, sizeof cached, "%.4000s/%016llx.tokens", e->cache, (unsigned long long)e->key);
         e->fd = encode_reuse(e, cached, files);
     }
-    if (e->fd < 0 && encode_to_shard(e, files, cached) == DT_OK) files->truncated = e->truncated;
+    if (e->fd < 0) encode_to_shard(e, files, cached);
+    files->truncated = e->truncated;
+    files->skipped = e->skipped;
+    files->skipped_file = e->skipped_file;
+    files->skipped_line = e->skipped_line;
     if (lock >= 0) close(lock);
     snprintf(files->encoded, sizeof files->encoded, "/proc/self/fd/%d", e->fd);
     files->shards = 1;

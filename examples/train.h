@@ -111,7 +111,7 @@ typedef struct train_config {
     /* (model.vocab) bytes of text that each token stands for, for bits per byte; NULL: not known
        if the data is token shards, else 1 */
     const int32_t *token_bytes;
-    int64_t stop_at;       /* number of the last step */
+    int64_t stop_at;       /* number of the last step; 0: only validate, export and call at_end */
     int64_t eval_every;    /* number of steps between validations; 0: only after the last step */
     const char *export_to; /* path for gpt_export at the end; NULL: none */
     /* LoRA: export_to is a folder for the adapters alone, unless `merge` is 1 */
@@ -140,6 +140,8 @@ typedef struct train_config {
        forked processes, the caller's array is not filled in. */
     train_footprint *footprint;
     void (*on_step)(dt_ctx *ctx, const train_row *row, void *user); /* on rank 0, each step */
+    /* called on rank 0 after a validation without steps (stop_at 0), with row->step 0; may be NULL */
+    void (*on_eval)(dt_ctx *ctx, const train_row *row, void *user);
     /* Called on all ranks before the first step. `step` is the checkpoint's step, or 0 if there was
        no checkpoint. May be NULL. */
     void (*on_resume)(dt_ctx *ctx, int64_t step, const char *path, const char *settings,
@@ -304,7 +306,8 @@ static inline dt_tensor *train_stage(dt_tensor *x, int stage, int micro, void *u
     gpt_tokens t = train_tokens(b, p->model, shape.d[0], micro * shape.d[0]);
     t.sequences = b->order.batch;
     t.step = (uint64_t)p->step;
-    if (p->model->config.dropout > 0) t.index = dt_input(ctx, DT_I32, shape, b->index + at);
+    if (p->model->config.dropout > 0 || p->model->config.lora.dropout > 0)
+        t.index = dt_input(ctx, DT_I32, shape, b->index + at);
     int last = stage + 1 == gpt_stages(p->model->config);
     for (int k = 0; last && k < p->model->config.mtp; k++) {
         t.next[k] = dt_input(ctx, DT_I32, shape, train_mtp_ids(b, p->model, k, 0) + at);
@@ -439,8 +442,8 @@ static inline void train_mtp_metric(gpt *model, const dt_mesh *mesh, train_row *
     model->mtp_loss = 0;
 }
 
-/* Updates the router biases by the step's token counts, and clears the counts. After a skipped
-   step, only clears the counts. */
+/* Updates the router biases by the step's token counts, and clears the counts. After a step that
+   changes no parameter (an overflow or an outlier), only clears the counts. */
 static inline void train_update_router_bias(
     gpt *model, const dt_mesh *mesh, train_batch *b, int skipped) {
     dt_comm *const groups[2] = { mesh->data, train_routing_tp(model, mesh) };
@@ -605,7 +608,7 @@ static inline train_row train_step(const train_config *c, gpt *model, dt_zero *o
     dt_step_info info = dt_zero_step(optimizer, row.lr);
     if (model->config.experts) train_router_metrics(model, mesh, &row);
     if (model->config.mtp) train_mtp_metric(model, mesh, &row);
-    train_update_router_bias(model, mesh, b, info.skipped);
+    train_update_router_bias(model, mesh, b, info.skipped || info.outlier != DT_OUTLIER_NONE);
     row.grad_norm = info.grad_norm;
     row.skipped = info.skipped;
     row.outlier = info.outlier;
@@ -869,17 +872,32 @@ static inline int train_seq_of(dt_ctx *ctx, const char *settings, int fallback) 
 }
 
 /* Continues in the data where the checkpoint's run stopped. The data may have grown. With another
-   number of tokens per sequence the run continues at the sequence that contains the next token. */
+   number of tokens per sequence, text continues at the sequence that contains the next token.
+   Instruction data continues at the next example, because an example is one sequence at every
+   length. */
 static inline train_position train_continue(
     dt_ctx *ctx, train_checkpoint *s, data_set *text, int64_t T, const char *path) {
-    train_position at = { .sequences = data_sequences(text),
-        .tokens = data_tokens(text),
+    train_position at = { .consumed = (int64_t)s->samples,
+        .sequences = 1,
+        .tokens = (int64_t)s->tokens,
         .tokens_then = (int64_t)s->tokens,
         .seq_then = train_seq_of(ctx, dt_checkpoint_config(s->checkpoint), (int)T) };
+    if (!text) return at;
+    int n = text->sources, examples = 0;
+    at.sequences = data_sequences(text);
+    at.tokens = data_tokens(text);
+    for (int i = 0; i < n; i++) examples += text->source[i].files->examples;
+    if (at.seq_then != T && examples && examples < n)
+        dt_fail(ctx, DT_ERR_ARG,
+            "%s: --seq was %d, and is %lld now: this mixture has text, which would be cut into "
+            "other sequences, and instruction data, which would not; use --seq %d",
+            path, at.seq_then, (long long)T, at.seq_then);
+    /* a source of instruction data has 2 T tokens for each example, and one more */
+    if (examples) at.tokens_then = (at.tokens_then - n) / at.seq_then * T + n;
     if (dt_error(ctx) == DT_OK && at.tokens < at.tokens_then)
-        dt_fail(ctx, DT_ERR_ARG, "%s: trained on data of %.0f tokens, but this data has %lld", path,
-            s->tokens, (long long)at.tokens);
-    s->samples = floor(s->samples * at.seq_then / (double)T);
+        dt_fail(ctx, DT_ERR_ARG, "%s: trained on data of %lld tokens, but this data has %lld", path,
+            (long long)at.tokens_then, (long long)at.tokens);
+    if (!examples) s->samples = floor(s->samples * at.seq_then / (double)T);
     s->tokens = (double)at.tokens;
     at.consumed = (int64_t)s->samples;
     return at;
@@ -890,7 +908,7 @@ static inline void train_checkpoint_open(
     dt_ctx *ctx = model->ctx;
     s->train = c;
     s->model = model;
-    s->tokens = (double)data_tokens(text);
+    s->tokens = text ? (double)data_tokens(text) : 0;
     s->list[0] = (dt_extra_state){ "samples", &s->samples, 1 };
     s->list[1] = (dt_extra_state){ "tokens", &s->tokens, 1 };
     if (c->dry || (!c->save && !c->resume)) return;
@@ -965,6 +983,21 @@ static inline int train_checkpoint_save(
 /* Exchanges the weights with their EMA, if the run has one. */
 static inline void train_swap_ema(const train_config *c, dt_zero *optimizer) {
     if (c->zero.ema_decay > 0) dt_zero_swap_ema(optimizer);
+}
+
+/* Validates with the weights of a run without steps. */
+static inline void train_only_eval(const train_config *c, gpt *model, dt_zero *optimizer,
+    const dt_mesh *mesh, data_set *val, train_batch *b) {
+    dt_ctx *ctx = model->ctx;
+    train_row row = { .val_loss = NAN, .val_bits = NAN };
+    b->accum = c->accum;
+    train_batch_schedule(ctx, c, mesh, b);
+    if (dt_error(ctx) != DT_OK) return;
+    train_swap_ema(c, optimizer);
+    train_eval(c, model, mesh, val, b, &row);
+    train_swap_ema(c, optimizer);
+    if (dt_error(ctx) == DT_OK && dt_ctx_rank(ctx) == 0 && c->on_eval)
+        c->on_eval(ctx, &row, c->user);
 }
 
 /* Runs all remaining steps of the run. */
@@ -1073,12 +1106,14 @@ static inline dt_status train(dt_ctx *ctx, void *user) {
     if (c->adapter && dt_error(ctx) == DT_OK) gpt_lora_load(&model, c->adapter);
     data_set *text = data_open(ctx, &c->data, T, c->shuffle);
     data_set *val = data_open(ctx, &c->val, T, 0);
-    if (!text) dt_fail(ctx, DT_ERR_ARG, "there is no data");
-    if (c->read_ahead) b.ahead = data_open(ctx, &c->data, T, c->shuffle);
+    if (!text && c->stop_at > 0) dt_fail(ctx, DT_ERR_ARG, "there is no data");
+    if (c->read_ahead && text) b.ahead = data_open(ctx, &c->data, T, c->shuffle);
     if (b.ahead) data_read_ahead(b.ahead);
     train_batch_make(c, &model, &mesh, &b);
     if (dt_error(ctx) == DT_OK) train_checkpoint_open(c, &model, optimizer, text, &saved);
     if (dt_error(ctx) == DT_OK) train_steps(c, &model, optimizer, &mesh, text, val, &b, &saved);
+    if (c->stop_at == 0 && val && dt_error(ctx) == DT_OK)
+        train_only_eval(c, &model, optimizer, &mesh, val, &b);
     train_checkpoint_close(c, ctx, &saved);
     if (c->trace) dt_trace_write(dt_world(ctx), c->trace);
     if (c->svg && !c->dry && dt_error(ctx) == DT_OK && dt_ctx_rank(ctx) == 0)

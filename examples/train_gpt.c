@@ -66,8 +66,8 @@ enum { BUILT, NOT_BUILT };
         "bytes, llm.c shards or x.jsonl; a DIR: all files [own sources]") \
     X(DATA_MIX, "data-mix", TEXT, BUILT, NULL, 0, 0, "W,W,..", \
         "mix the files of --data FILE,FILE,.. by these weights") \
-    X(TOKENIZER, "tokenizer", TEXT, BUILT, NULL, 0, 0, "FILE", \
-        "tokenizer.json that encodes --data and --val (byte-level BPE)") \
+    X(TOKENIZER, "tokenizer", TEXT, BUILT, NULL, 0, 0, "FILE|none", \
+        "tokenizer.json (or its folder) of --data, --val [of --model]") \
     X(TOKEN_CACHE, "token-cache", TEXT, BUILT, NULL, 0, 0, "DIR", \
         "keep the tokens of --data and --val there, for later runs") \
     X(DOCUMENTS, "documents", SWITCH, BUILT, "off", 0, 0, "on|off", \
@@ -160,7 +160,8 @@ enum { BUILT, NOT_BUILT };
         "sequences per forward [from --batch]") \
     X(ACCUM, "accum", INT, BUILT, NULL, 1, MEGA, "a", \
         "gradient accumulation: micro-batches per step [from --batch]") \
-    X(STEPS, "steps", INT, BUILT, "100", 1, 1e12, "N", "optimizer steps") \
+    X(STEPS, "steps", INT, BUILT, "100", 0, 1e12, "N", \
+        "optimizer steps; 0: only --val, --generate and --save-model") \
     X(EPOCHS, "epochs", REAL, BUILT, NULL, 1e-9, 1e9, "E", \
         "instead: as many steps as E times all sequences need") \
     X(STOP_AT, "stop-at", INT, BUILT, NULL, 1, 1e12, "N", \
@@ -476,13 +477,13 @@ static void let_rank_0_print_first(void) {
 
 /* The state of the reader of --config's JSON file. `path` is the path of the key whose value is
    `node`. `ignored` lists the file's keys that have no meaning in this program, `automatic` the
-   keys whose value is DeepSpeed's "auto", so that the option keeps its default. given[id] is 1 if
-   the file sets option id. */
+   keys whose value is DeepSpeed's "auto", so that the option keeps its default. `note` is a text
+   for the printed settings. given[id] is 1 if the file sets option id. */
 static struct {
     dt_ctx *ctx;
     dt_json *json;
     int node; /* the JSON value that is being read; -1: none */
-    char path[160], ignored[1024], automatic[1024], given[N_OPTIONS];
+    char path[160], ignored[1024], automatic[1024], note[320], given[N_OPTIONS];
     char *values[N_OPTIONS]; /* copies of the texts of the values that the file sets */
 } config = { .node = -1 };
 /* length in bytes of the longest key and of the longest text that --config's file may contain */
@@ -771,7 +772,9 @@ enum {
     SCALE_POWER = -11,
     SCALE_OPTION = -12,
     PIPE_PARTITION = -13,
-    PIPE_RECOMPUTE = -14
+    PIPE_RECOMPUTE = -14,
+    OPTIMIZER_LR = -15,
+    WARMUP_FORM = -16
 };
 typedef struct deepspeed_key {
     const char *path;
@@ -811,7 +814,7 @@ static const deepspeed_key deepspeed[] = {
     { "optimizer", BLOCK, NULL },
     { "optimizer.type", OPTIMIZER, NULL },
     { "optimizer.params", BLOCK, NULL },
-    { "optimizer.params.lr", O_LR, NULL },
+    { "optimizer.params.lr", OPTIMIZER_LR, NULL },
     { "optimizer.params.betas", BETAS, NULL },
     { "optimizer.params.eps", O_EPS, NULL },
     { "optimizer.params.weight_decay", O_WEIGHT_DECAY, NULL },
@@ -822,6 +825,9 @@ static const deepspeed_key deepspeed[] = {
     { "scheduler.type", SCHEDULER, NULL },
     { "scheduler.params", BLOCK, NULL },
     { "scheduler.params.warmup_max_lr", O_LR, NULL },
+    { "scheduler.params.warmup_type", WARMUP_FORM, NULL },
+    { "scheduler.params.warmup_min_lr", WARMUP_FORM, NULL },
+    { "scheduler.params.warmup_min_ratio", WARMUP_FORM, NULL },
     { "scheduler.params.warmup_num_steps", O_WARMUP, NULL },
     { "scheduler.params.total_num_steps", O_LR_STEPS, NULL },
     { "scheduler.params.cos_min_ratio", O_MIN_LR_RATIO, NULL },
@@ -875,9 +881,6 @@ static const deepspeed_key deepspeed[] = {
     IGNORED_KEY("optimizer.params.comm_backend_name"),
     IGNORED_KEY("optimizer.params.torch_adam"),
     IGNORED_KEY("optimizer.params.bias_correction"),
-    IGNORED_KEY("scheduler.params.warmup_min_lr"),
-    IGNORED_KEY("scheduler.params.warmup_type"),
-    IGNORED_KEY("scheduler.params.warmup_min_ratio"),
 #undef IGNORED_KEY
 };
 enum { N_DEEPSPEED_KEYS = sizeof deepspeed / sizeof deepspeed[0] };
@@ -1004,11 +1007,47 @@ static void append_key(char *list, size_t bytes, const char *path) {
     snprintf(strchr(list, 0), bytes - strlen(list), " %s", path);
 }
 
+/* Sets --lr from the optimizer's lr, unless the scheduler has a warmup_max_lr, which counts in
+   DeepSpeed, too. */
+static void configure_optimizer_lr(value *v, int node) {
+    int params = dt_json_find(config.json, dt_json_find(config.json, 0, "scheduler"), "params");
+    double peak = 0, lr = 0;
+    if (!dt_json_number(config.json, dt_json_find(config.json, params, "warmup_max_lr"), &peak)) {
+        configure_as_is(v, O_LR, node);
+        return;
+    }
+    if (!dt_json_number(config.json, node, &lr)) refuse("a number is needed");
+    if (lr != peak)
+        snprintf(strchr(config.note, 0), sizeof config.note - strlen(config.note),
+            "   the scheduler's warmup_max_lr %g counts, not the optimizer's lr %g", peak, lr);
+}
+
+/* Checks the keys of the form of the warmup, which grows linearly from 0. */
+static void check_warmup_form(int node) {
+    static const char *const types[] = { "linear", "log" };
+    double x = 0;
+    if (strcmp(config.path, "scheduler.params.warmup_type") == 0) {
+        if (strcmp(config_word(node, types, types, 2), "log") == 0)
+            refuse("\"log\": the warmup of this program is linear; use \"linear\"");
+    } else if (!dt_json_number(config.json, node, &x) || x != 0)
+        refuse("only 0 is possible: the warmup begins at lr / warmup_num_steps");
+}
+
+static void configure_betas(value *v, int node) {
+    if (dt_json_kind_of(config.json, node) != DT_JSON_ARRAY ||
+        dt_json_count(config.json, node) != 2)
+        refuse("two numbers are needed");
+    for (int i = 0; i < 2; i++) {
+        config.node = dt_json_at(config.json, node, i);
+        configure_as_is(v, i ? O_BETA2 : O_BETA1, config.node);
+    }
+}
+
 /* Sets options from a DeepSpeed key that does not correspond to one option. `to` is the field of
    the key's row in `deepspeed`, `node` is the key's value and `parent` is the object that contains
    the key. DeepSpeed's Adam is AdamW unless adam_w_mode is false. */
 static void configure_deepspeed(value *v, int to, int node, int parent) {
-    if (to <= SCALE_POWER) {
+    if (to <= SCALE_POWER && to >= PIPE_RECOMPUTE) {
         configure_scale_or_pipeline(v, to, node, parent);
         return;
     }
@@ -1030,16 +1069,14 @@ static void configure_deepspeed(value *v, int to, int node, int parent) {
         static const char *const is[] = { "f32", "bf16", "f16" };
         if (dt_json_kind_of(config.json, node) != DT_JSON_NULL)
             configure(v, O_GRAD_DTYPE, config_word(node, types, is, 3));
+    } else if (to == OPTIMIZER_LR) {
+        configure_optimizer_lr(v, node);
+    } else if (to == WARMUP_FORM) {
+        check_warmup_form(node);
     } else if (to == ADAM_W) {
         if (!dt_json_bool(config.json, node, &yes)) refuse("true or false is needed");
     } else if (to == BETAS) {
-        if (dt_json_kind_of(config.json, node) != DT_JSON_ARRAY ||
-            dt_json_count(config.json, node) != 2)
-            refuse("two numbers are needed");
-        for (int i = 0; i < 2; i++) {
-            config.node = dt_json_at(config.json, node, i);
-            configure_as_is(v, i ? O_BETA2 : O_BETA1, config.node);
-        }
+        configure_betas(v, node);
     } else if (to == OFFLOAD) {
         int nvme = dt_json_find(config.json, parent, "nvme_path");
         const char *folder = nvme >= 0 ? config_string(nvme) : "";
@@ -1059,6 +1096,10 @@ static void configure_deepspeed(value *v, int to, int node, int parent) {
         static const char *const is[] = { "constant", "linear", "cosine" };
         const char *kind = config_word(node, schedulers, is, 3);
         configure(v, O_LR_SCHEDULE, kind);
+        if (dt_json_find(config.json, dt_json_find(config.json, parent, "params"), "warmup_type") <
+            0)
+            snprintf(strchr(config.note, 0), sizeof config.note - strlen(config.note),
+                "   warmup: linear (DeepSpeed's default is log)");
         if (strcmp(kind, "linear") == 0) configure(v, O_MIN_LR_RATIO, "0");
     }
 }
@@ -1193,8 +1234,8 @@ static const char *const help_foot[] = { "",
     "cut "
     "off after --seq",
     "tokens, or padded. Only the answer, or what the assistant says, and its end token have "
-    "labels.",
-    "",
+    "labels. An example",
+    "whose answer begins after --seq tokens is left out, and counted in the settings.", "",
     "--documents on: a document ends with the tokenizer's <|endoftext|> or <|end_of_text|> or, "
     "in "
     "bytes, with two",
@@ -1217,6 +1258,7 @@ static const char *const help_foot[] = { "",
     "terminal. A run fails",
     "if standard output is on a full disk, or if its reader has exited or stalls for half of",
     "--timeout; with --save it first finishes the step and saves.", "",
+    "Of an option that is given twice the last value counts; two paths are an error.", "",
     "Exit status: 0 done, 1 the run failed, 2 the command line asks for something impossible, "
     "143 ended by",
     "SIGTERM; with --save the program first finishes the step and saves." };
@@ -1274,9 +1316,38 @@ static void print_value(FILE *to, dt_json_out *json, const value *v, int id) {
     }
 }
 
+/* The tokenizer of --tokenizer or of the folder of --model, which is open for the whole run; `tok`
+   is NULL without one. Only rank 0 uses it after the ranks have started. */
+static struct {
+    dt_ctx *ctx;
+    tok *tok;
+    int32_t *bytes; /* (vocabulary of the model): bytes of text of each token; NULL without one */
+    char path[4096];
+    char
+        unusable[512]; /* why the model's own tokenizer cannot be used; empty: it can, or is none */
+} tokenizer;
+
+/* Writes what a checkpoint says of the data (see check_sources): digests of the tokenizer and of the
+   beginning of each source. */
+static void print_sources(FILE *to, const train_files *data) {
+    fprintf(to, ",\n  \"tokenizer-digest\": \"");
+    if (tokenizer.tok)
+        fprintf(to, "%016llx", (unsigned long long)encode_tokenizer_digest(tokenizer.tok));
+    fprintf(to, "\",\n  \"sources\": [");
+    for (const train_files *f = data; f; f = f->next) {
+        int64_t bytes = ENCODE_DIGEST_BYTES;
+        uint64_t digest = encode_source_digest(f, &bytes);
+        fprintf(to, "%s\n    { \"tokens\": %lld, \"bytes\": %lld, \"digest\": \"%016llx\" }",
+            f == data ? "" : ",", (long long)f->tokens, (long long)bytes,
+            (unsigned long long)digest);
+    }
+    fprintf(to, "\n  ]");
+}
+
 /* Returns the text of a JSON object with the values of all options except the flags; --quiet is the
-   only flag in it. The caller frees the text. */
-static char *config_json(const value *v) {
+   only flag in it. With `data`, the object also describes these data, for a checkpoint. The caller
+   frees the text. */
+static char *config_json(const value *v, const train_files *data) {
     char *text = NULL;
     size_t bytes;
     FILE *to = open_memstream(&text, &bytes);
@@ -1287,6 +1358,7 @@ static char *config_json(const value *v) {
         fprintf(to, "%s  \"%s\": ", n++ ? ",\n" : "{\n", table[i].name);
         print_value(to, &json, &v[i], i);
     }
+    if (data && data->count) print_sources(to, data);
     fputs("\n}\n", to);
     if (fclose(to) != 0) refuse("out of memory");
     dt_json_out_free(&json);
@@ -1550,16 +1622,18 @@ static void resolve_expert_groups(const char *text, gpt_config *c) {
     c->top_groups = n[1];
 }
 
-/* Sets an option that the user may not give together with --model. */
+/* Sets an option to what the file of --model says. Refuses the run if the user has given another
+   value. */
 __attribute__((format(printf, 3, 4))) static void text_from_file(
     value *v, int id, const char *fmt, ...) {
     va_list args;
-    if (v[id].from >= GIVEN)
-        refuse("--%s %s: the file of --model says it; leave --%s out", table[id].name, v[id].text,
-            table[id].name);
     va_start(args, fmt);
     vsnprintf(v[id].buffer, sizeof v[id].buffer, fmt, args);
     va_end(args);
+    if (v[id].from >= GIVEN && strcmp(v[id].text, v[id].buffer) != 0)
+        refuse("--%s %s: the file of --model says it; leave --%s out", table[id].name, v[id].text,
+            table[id].name);
+    if (v[id].from >= GIVEN) return;
     v[id].text = v[id].buffer;
     v[id].from = COMPUTED;
 }
@@ -1641,23 +1715,58 @@ static void resolve_deepseek(value *v, gpt_config *c) {
     c->mla = (gpt_mla){ n[1], n[0], n[2], n[3], n[4] };
 }
 
-/* The tokenizer of --tokenizer, which is open for the whole run; `tok` is NULL without it. Only
-   rank 0 uses it after the ranks have started. */
-static struct {
-    dt_ctx *ctx;
-    tok *tok;
-    int32_t *bytes; /* (vocabulary of the model): bytes of text of each token; NULL without one */
-} tokenizer;
+static int same_file(const char *path, const struct stat *other) {
+    struct stat st;
+    return stat(path, &st) == 0 && st.st_dev == other->st_dev && st.st_ino == other->st_ino;
+}
+
+static int has_ending(const char *path, const char *ending) {
+    size_t n = strlen(path), end = strlen(ending);
+    return n > end && strcmp(path + n - end, ending) == 0;
+}
+
+/* Writes the path of the tokenizer.json in the folder of --model to `path`. Returns 1 if this file
+   exists. llm.c's models (.bin) have none. */
+static int model_tokenizer(const value *v, char *path, size_t bytes) {
+    const char *model = v[O_MODEL].text, *slash = model ? strrchr(model, '/') : NULL;
+    struct stat st;
+    if (!model || has_ending(model, ".bin") || stat(model, &st) != 0) return 0;
+    if (S_ISDIR(st.st_mode))
+        snprintf(path, bytes, "%.4000s/tokenizer.json", model);
+    else
+        snprintf(path, bytes, "%.*stokenizer.json", slash ? (int)(slash - model) + 1 : 0, model);
+    return stat(path, &st) == 0 && S_ISREG(st.st_mode);
+}
+
+/* The model's own tokenizer cannot be used. This is an error only if there is text to encode, so
+   find_source reports it. */
+static void drop_tokenizer(value *v, const char *why) {
+    snprintf(tokenizer.unusable, sizeof tokenizer.unusable, "%s", why);
+    tok_close(tokenizer.tok);
+    dt_ctx_free(tokenizer.ctx);
+    tokenizer.tok = NULL;
+    v[O_TOKENIZER] = (value){ .from = DEFAULT };
+}
 
 /* Opens the tokenizer. Its size is the default of --vocab. */
 static void open_tokenizer(value *v) {
     const char *path = v[O_TOKENIZER].text;
-    if (!path) return;
+    struct stat st;
+    if (path && strcmp(path, "none") == 0) return;
+    if (path && check_kind(O_TOKENIZER, path, EITHER) && stat(path, &st) == 0 &&
+        S_ISDIR(st.st_mode)) {
+        snprintf(tokenizer.path, sizeof tokenizer.path, "%.4000s/tokenizer.json", path);
+        v[O_TOKENIZER].text = tokenizer.path;
+    } else if (!path && model_tokenizer(v, tokenizer.path, sizeof tokenizer.path))
+        set(&v[O_TOKENIZER], O_TOKENIZER, tokenizer.path, COMPUTED);
+    if (!v[O_TOKENIZER].text) return;
     tokenizer.ctx = probe_ctx();
-    check_kind(O_TOKENIZER, path, A_FILE);
-    tokenizer.tok = tok_open(tokenizer.ctx, path);
-    if (!tokenizer.tok) refuse("--tokenizer: %s", error_without_rank(tokenizer.ctx));
-    if (!v[O_MODEL].text && v[O_VOCAB].from < GIVEN) compute(&v[O_VOCAB], tok_vocab(tokenizer.tok));
+    tokenizer.tok = tok_open(tokenizer.ctx, v[O_TOKENIZER].text);
+    if (!tokenizer.tok && path) refuse("--tokenizer: %s", error_without_rank(tokenizer.ctx));
+    if (!tokenizer.tok)
+        drop_tokenizer(v, error_without_rank(tokenizer.ctx));
+    else if (!v[O_MODEL].text && v[O_VOCAB].from < GIVEN)
+        compute(&v[O_VOCAB], tok_vocab(tokenizer.tok));
 }
 
 static void close_tokenizer(void) {
@@ -1668,14 +1777,21 @@ static void close_tokenizer(void) {
     tokenizer.tok = NULL;
 }
 
-/* Refuses a model that has fewer tokens than the tokenizer. Otherwise counts the bytes of each
+/* Refuses a tokenizer that has more tokens than the model. Otherwise counts the bytes of each
    token. */
-static void check_tokenizer(const value *v, int vocab) {
+static void check_tokenizer(value *v, int vocab) {
     int ids = tokenizer.tok ? tok_vocab(tokenizer.tok) : 0;
     if (tokenizer.tok && ids <= vocab) {
         tokenizer.bytes = (int32_t *)calloc((size_t)vocab, sizeof *tokenizer.bytes);
         if (!tokenizer.bytes) refuse("out of memory");
         for (int32_t i = 0; i < ids; i++) tokenizer.bytes[i] = encode_token_bytes(tokenizer.tok, i);
+    }
+    if (ids > vocab && v[O_TOKENIZER].from == COMPUTED) {
+        char why[512];
+        snprintf(why, sizeof why, "%.400s has %d token ids, but the model has a vocabulary of %d",
+            v[O_TOKENIZER].text, ids, vocab);
+        drop_tokenizer(v, why);
+        return;
     }
     if (ids > vocab && v[O_MODEL].text)
         refuse("--tokenizer %s has %d token ids, but the model in %s has a vocabulary of %d",
@@ -1731,16 +1847,7 @@ static void lora_of_file(value *v, gpt_config *c) {
 
 /* Checks the options of LoRA and copies them to the model's configuration. */
 static void resolve_lora(value *v, gpt_config *c) {
-    static const int needing[] = { O_LORA_ALPHA, O_LORA_DROPOUT, O_LORA_ON, O_BASE, O_MERGE };
     if (v[O_ADAPTER].text) lora_of_file(v, c);
-    for (size_t i = 0; i < sizeof needing / sizeof *needing; i++) {
-        const option *o = &table[needing[i]];
-        const char *text = v[needing[i]].text;
-        /* a file that --print-config wrote gives the defaults, too */
-        int is_default = text && o->default_text && strcmp(text, o->default_text) == 0;
-        if (!v[O_LORA].text && v[needing[i]].from >= GIVEN && !is_default)
-            refuse("--%s %s needs --lora R or --adapter DIR", o->name, text);
-    }
     if (!v[O_LORA].text) return;
     if (c->mla.kv_rank)
         refuse(
@@ -2043,11 +2150,7 @@ static double tiny_if_zero(double x) { return x == 0 ? 1e-300 : x; }
 /* Checks the options of 1-bit Adam. 1-bit Adam exchanges compressed momentum instead of gradients,
    so it works neither with ZeRO nor with --reduce tree. */
 static void resolve_onebit(value *v) {
-    int onebit = strcmp(v[O_OPTIMIZER].text, "onebit-adam") == 0;
-    if (!onebit && v[O_FREEZE_STEPS].text)
-        refuse("--freeze-steps %s is for --optimizer onebit-adam, not for %s",
-            v[O_FREEZE_STEPS].text, v[O_OPTIMIZER].text);
-    if (!onebit) return;
+    if (strcmp(v[O_OPTIMIZER].text, "onebit-adam") != 0) return;
     if (int_of(v, O_ZERO) != 0)
         refuse("--optimizer onebit-adam: each rank needs the complete optimizer state; use --zero "
                "0, not %s",
@@ -2320,10 +2423,6 @@ static void resolve_pipeline(value *v, train_config *c) {
 
 /* Checks the options of checkpoints and restarts, and copies their values to *c. */
 static void resolve_checkpoints(const value *v, train_config *c) {
-    static const int need[] = { O_SAVE_EVERY, O_KEEP, O_MAX_RESTARTS, O_SAVE_BACKGROUND };
-    for (size_t i = 0; i < sizeof need / sizeof *need && !v[O_SAVE].text; i++)
-        if (v[need[i]].number > 0)
-            refuse("--%s %s needs --save DIR", table[need[i]].name, v[need[i]].text);
     if (v[O_MAX_RESTARTS].number > 0 && (launched.size || is_tcp(v)))
         refuse("--max-restarts %s is for --backend threads and procs: let the launcher of these "
                "ranks restart them, with --resume",
@@ -2344,6 +2443,93 @@ static void resolve_checkpoints(const value *v, train_config *c) {
     c->export_to = v[O_SAVE_MODEL].text;
 }
 
+/* Options that have an effect only with another option. `words` are the values of the other option
+   with which they have one; NULL: any value but its default. */
+static const struct {
+    int option, needs;
+    const char *words, *text;
+} needed_options[] = {
+#define NEEDS(id, other, words, text) \
+    { O_##id, O_##other, words, text }
+    NEEDS(LORA_ALPHA, LORA, NULL, "--lora R or --adapter DIR"),
+    NEEDS(LORA_DROPOUT, LORA, NULL, "--lora R or --adapter DIR"),
+    NEEDS(LORA_ON, LORA, NULL, "--lora R or --adapter DIR"),
+    NEEDS(BASE, LORA, NULL, "--lora R or --adapter DIR"),
+    NEEDS(MERGE, LORA, NULL, "--lora R or --adapter DIR"),
+    NEEDS(TOP_K, EXPERTS, NULL, "--experts E; --sample-top-k is for --generate"),
+    NEEDS(MOE_EVERY, EXPERTS, NULL, "--experts E"),
+    NEEDS(SHARED_EXPERTS, EXPERTS, NULL, "--experts E"),
+    NEEDS(CAPACITY, EXPERTS, NULL, "--experts E"),
+    NEEDS(BALANCE_LOSS, EXPERTS, NULL, "--experts E"),
+    NEEDS(Z_LOSS, EXPERTS, NULL, "--experts E"),
+    NEEDS(ROUTER_BIAS, EXPERTS, NULL, "--experts E"),
+    NEEDS(ROUTE, EXPERTS, NULL, "--experts E"),
+    NEEDS(EXPERT_GROUPS, EXPERTS, NULL, "--experts E"),
+    NEEDS(GATE_SCALE, EXPERTS, NULL, "--experts E"),
+    NEEDS(FIRST_DENSE, EXPERTS, NULL, "--experts E"),
+    NEEDS(MOE_FFN, EXPERTS, NULL, "--experts E"),
+    NEEDS(MTP_WEIGHT, MTP, NULL, "--mtp D"),
+    NEEDS(SP, TP, NULL, "--tp N"),
+    NEEDS(CP_KIND, CP, NULL, "--cp N"),
+    NEEDS(SCHEDULE, PP, NULL, "--pp N"),
+    NEEDS(PARTITION, PP, NULL, "--pp N"),
+    NEEDS(MOMENTUM, OPTIMIZER, "sgd|muon", "--optimizer sgd or muon"),
+    NEEDS(ADAMW_LR_SCALE, OPTIMIZER, "muon", "--optimizer muon"),
+    NEEDS(FREEZE_STEPS, OPTIMIZER, "onebit-adam", "--optimizer onebit-adam"),
+    NEEDS(PROMPT, GENERATE, NULL, "--generate N"),
+    NEEDS(TEMPERATURE, GENERATE, NULL, "--generate N"),
+    NEEDS(SAMPLE_TOP_K, GENERATE, NULL, "--generate N"),
+    NEEDS(TOP_P, GENERATE, NULL, "--generate N"),
+    NEEDS(STOP, GENERATE, NULL, "--generate N"),
+    NEEDS(DOCUMENT_END, DOCUMENTS, "on", "--documents on"),
+    NEEDS(EVAL_EVERY, VAL, NULL, "--val FILE"),
+    NEEDS(SAVE_EVERY, SAVE, NULL, "--save DIR"),
+    NEEDS(SAVE_BACKGROUND, SAVE, NULL, "--save DIR"),
+    NEEDS(KEEP, SAVE, NULL, "--save DIR"),
+    NEEDS(MAX_RESTARTS, SAVE, NULL, "--save DIR"),
+#undef NEEDS
+};
+
+/* Returns 1 if an option has its default value, in any notation. */
+static int has_default(const value *v, int id) {
+    const option *o = &table[id];
+    double x = 0;
+    if (!v[id].text || !o->default_text) return !v[id].text;
+    if (o->kind == INT || o->kind == REAL || o->kind == SIZE)
+        return decimal(o->default_text, o->kind == REAL, &x) && x == v[id].number;
+    return strcmp(v[id].text, o->default_text) == 0;
+}
+
+/* Refuses options that would have no effect because the option that they need is missing. Accepts
+   default values, which a file of --print-config gives. Accepts --pp 1 --schedule zb, too, where the
+   needed option is given, so that a script can run --pp 1, 2, 4. */
+static void check_needed_options(const value *v) {
+    for (size_t i = 0; i < sizeof needed_options / sizeof *needed_options; i++) {
+        int id = needed_options[i].option, needs = needed_options[i].needs, n;
+        const char *words = needed_options[i].words;
+        if (v[id].from < GIVEN || has_default(v, id)) continue;
+        int met = words ? word_index(words, v[needs].text, &n) >= 0
+                        : v[needs].from >= GIVEN || !has_default(v, needs);
+        if (!met)
+            refuse("--%s %s needs %s%s%s", table[id].name, v[id].text, needed_options[i].text,
+                words ? ", not " : "", words ? v[needs].text : "");
+    }
+}
+
+/* Checks the options of a run without steps, which trains nothing. */
+static void check_no_steps(const value *v) {
+    static const int unused[] = { O_DRY_RUN, O_MEM_LIMIT, O_SAVE, O_TRACE, O_SCHEDULE_SVG,
+        O_LOG_CSV };
+    if (!v[O_MODEL].text && !v[O_RESUME].text)
+        refuse("--steps 0 trains nothing: it needs --model or --resume");
+    if (!v[O_VAL].text && !v[O_GENERATE].number && !v[O_SAVE_MODEL].text)
+        refuse("--steps 0 has nothing to do without --val, --generate or --save-model");
+    for (size_t i = 0; i < sizeof unused / sizeof *unused; i++)
+        if (v[unused[i]].from >= GIVEN)
+            refuse(
+                "--%s is for a run with steps; with --steps 0 leave it out", table[unused[i]].name);
+}
+
 static void resolve_epochs(value *v, train_config *c);
 
 static train_config resolve(value *v) {
@@ -2351,6 +2537,7 @@ static train_config resolve(value *v) {
     train_config c = {
         .model = resolve_model(v), .mesh = resolve_mesh(v), .zero = resolve_optimizer(v)
     };
+    check_needed_options(v);
     resolve_sharding(v, c.mesh, &c.model);
     resolve_zero(v, c.mesh, &c.zero);
     c.ramp = parse_ramp(v, replicas_of(c.mesh));
@@ -2363,14 +2550,13 @@ static train_config resolve(value *v) {
     if (c.svg && c.mesh.pp == 1) refuse("--schedule-svg draws a pipeline; use --pp 2 or more");
     if (v[O_SCHEDULE_TEXT].text && c.mesh.pp == 1)
         refuse("--schedule-text writes a pipeline's schedule; use --pp 2 or more");
+    if (long_of(v, O_STEPS) == 0) check_no_steps(v);
     if (!v[O_STOP_AT].text) compute(&v[O_STOP_AT], long_of(v, O_STEPS));
     if (!v[O_LR_STEPS].text) compute(&v[O_LR_STEPS], long_of(v, O_STEPS));
     if (v[O_STOP_AT].number > v[O_STEPS].number)
         refuse("--stop-at %lld is greater than --steps %lld; use --stop-at %lld or less",
             (long long)v[O_STOP_AT].number, (long long)v[O_STEPS].number,
             (long long)v[O_STEPS].number);
-    if (v[O_EVAL_EVERY].number && !v[O_VAL].text)
-        refuse("--eval-every %s needs --val FILE", v[O_EVAL_EVERY].text);
     c.lr = (dt_lr_desc){ v[O_LR].number, schedules[int_of(v, O_LR_SCHEDULE)], long_of(v, O_WARMUP),
         long_of(v, O_LR_STEPS), v[O_MIN_LR_RATIO].number, 0 };
     c.adamw_lr_scale = tiny_if_zero(v[O_ADAMW_LR_SCALE].number);
@@ -2520,7 +2706,10 @@ static void find_source(
         path = "(the project's sources)";
     } else {
         if (!check_kind(id, path, EITHER) || stat(path, &st) != 0)
-            refuse("--%s %s: %s", name, path, strerror(errno));
+            refuse("--%s %s: %s%s", name, path, strerror(errno),
+                id == O_DATA && !v[O_DATA_MIX].text && strchr(path, ',')
+                    ? "; a list of files needs --data-mix W,W,.."
+                    : "");
         if (S_ISREG(st.st_mode)) {
             if (train_files_add(files, path, (int64_t)st.st_size) != 0)
                 refuse("--%s %s: out of memory", name, path);
@@ -2529,12 +2718,18 @@ static void find_source(
     }
     if (files->count == 0) refuse("--%s %s: the directory holds no files", name, path);
     for (int i = 0; i < files->count; i++) {
+        if (has_ending(files->path[i], ".safetensors"))
+            refuse("--%s: %s has weights, not text: --model reads them", name, files->path[i]);
         files->shards |= check_file(id, files->path[i]);
         examples += encode_is_jsonl(files->path[i]);
     }
     if (examples && (examples < files->count || files->shards))
         refuse("--%s %s: %d of %d files are .jsonl; instruction data and text need --data-mix",
             name, path, examples, files->count);
+    if (!files->shards && *tokenizer.unusable)
+        refuse("--%s %s is text, and the tokenizer of --model %s cannot encode it: %s; use llm.c "
+               "shards of the model's tokens, or --tokenizer FILE, or --tokenizer none for bytes",
+            name, path, v[O_MODEL].text, tokenizer.unusable);
     files->examples = examples > 0;
     files->tokens = files->bytes;
     if ((tokenizer.tok || examples) && !files->shards) encode_source(v, id, files);
@@ -2618,23 +2813,25 @@ static const char *unescape(int id, const char *text, int list, char *out, size_
 
 enum { MAX_STOPS = 64, STOP_BYTES = 256 };
 
-/* Returns 1 if a source has token shards whose text is not known. */
-static int has_ids(const train_files *f) {
+/* Returns 1 if the text of the run's tokens is not known: without a tokenizer the data has token
+   shards or, in a run without data, the model has other tokens than bytes. */
+static int has_ids(const train_config *c) {
+    const train_files *f = c->data.count ? &c->data : &c->val;
+    if (tokenizer.tok) return 0;
+    if (!f->count) return c->model.vocab != 256;
     for (; f; f = f->next)
-        if (f->shards && !f->examples && !tokenizer.tok) return 1;
+        if (f->shards && !f->examples) return 1;
     return 0;
 }
 
 /* Checks the options of --generate. Returns the tokens of --prompt, and sets *n to their number, if
    there is a tokenizer; else returns NULL. */
-static int32_t *resolve_generation(const value *v, const train_files *data, int64_t *n) {
+static int32_t *resolve_generation(const value *v, const train_config *c, int64_t *n) {
     const char *prompt = v[O_PROMPT].text, *stop = v[O_STOP].text;
     char text[STOP_BYTES];
     int stops = 0;
-    if ((prompt || stop) && v[O_GENERATE].number == 0)
-        refuse("--%s %s needs --generate N", prompt ? "prompt" : "stop", prompt ? prompt : stop);
-    if ((prompt || stop) && has_ids(data))
-        refuse("--%s %s: the data is token shards, whose text is not known; use --tokenizer FILE",
+    if ((prompt || stop) && has_ids(c))
+        refuse("--%s %s: the text of the model's tokens is not known; use --tokenizer FILE",
             prompt ? "prompt" : "stop", prompt ? prompt : stop);
     for (const char *at = stop; at; stops++) {
         if (stops == MAX_STOPS) refuse("--stop: at most %d texts are allowed", MAX_STOPS);
@@ -2655,7 +2852,6 @@ static void resolve_documents(const value *v, train_config *c) {
     char text[DATA_END + 1];
     const char *given = v[O_DOCUMENT_END].text;
     data_end *end = &c->documents;
-    if (!v[O_DOCUMENTS].number && given) refuse("--document-end %s needs --documents on", given);
     if (!v[O_DOCUMENTS].number) return;
     if (given) unescape(O_DOCUMENT_END, given, 0, text, sizeof text);
     if (tokenizer.tok) {
@@ -2682,12 +2878,35 @@ static void resolve_documents(const value *v, train_config *c) {
     for (end->n = 0; text[end->n]; end->n++) end->id[end->n] = (unsigned char)text[end->n];
 }
 
+/* Returns 1 if a document ends in the first DOCUMENT_SEARCH tokens of --data. */
+enum { DOCUMENT_SEARCH = MEGA };
+static int finds_document_end(const value *v, const train_config *c) {
+    int64_t T = long_of(v, O_SEQ), read = 0;
+    size_t bytes = 4 * (size_t)T * sizeof(int32_t);
+    dt_ctx *ctx = probe_ctx();
+    int32_t *ids = (int32_t *)dt_alloc(ctx, DT_MEM_HOST, bytes, "documents");
+    int found = 0;
+    for (const train_files *f = &c->data; f && ids && !found; f = f->next) {
+        dt_text *text = f->examples ? NULL : data_open_text(ctx, f, T);
+        for (int64_t s = 0; s < dt_text_sequences(text) && read < DOCUMENT_SEARCH && !found; s++) {
+            if (dt_text_read(text, s, ids, ids + T) != DT_OK) break;
+            data_split_documents(&c->documents, T, ids, ids + T, ids + 2 * T, ids + 3 * T);
+            for (int64_t t = 0; t < T; t++) found |= ids[T + t] < 0;
+            read += T;
+        }
+        dt_text_close(text);
+    }
+    dt_free(ctx, DT_MEM_HOST, ids, bytes);
+    dt_ctx_free(ctx);
+    return found || read == 0;
+}
+
 /* Finds and checks --data and --val. */
 static void find_data(const value *v, train_config *c, int64_t most) {
     if (v[O_TOKEN_CACHE].text && !check_kind(O_TOKEN_CACHE, v[O_TOKEN_CACHE].text, A_DIRECTORY) &&
         mkdir(v[O_TOKEN_CACHE].text, 0777) != 0 && errno != EEXIST)
         refuse("--token-cache %s: %s", v[O_TOKEN_CACHE].text, strerror(errno));
-    find_text(v, O_DATA, &c->data, most);
+    if (v[O_DATA].text || long_of(v, O_STEPS) > 0) find_text(v, O_DATA, &c->data, most);
     if (v[O_VAL].text) find_text(v, O_VAL, &c->val, TRAIN_EVAL_SEQUENCES);
     c->token_bytes = tokenizer.bytes;
     resolve_documents(v, c);
@@ -2713,14 +2932,13 @@ static void resolve_epochs(value *v, train_config *c) {
     compute(&v[O_STEPS], low);
 }
 
-/* Checks that the run will be able to write a file at `path` after the last step. Creates no
-   file. */
-static void check_writable(int id, const char *path) {
-    const char *slash = strrchr(path, '/');
+/* Checks that the run will be able to make a file or folder at `path`. Creates nothing. */
+static void check_parent(int id, const char *path) {
+    int end = (int)strlen(path);
     char folder[4096];
-    int length = snprintf(
-        folder, sizeof folder, "%.*s", slash ? (int)(slash - path) + 1 : 1, slash ? path : ".");
-    check_kind(id, path, A_FILE);
+    while (end > 1 && path[end - 1] == '/') end--; /* of a folder's path */
+    while (end > 0 && path[end - 1] != '/') end--;
+    int length = snprintf(folder, sizeof folder, "%.*s", end ? end : 1, end ? path : ".");
     if (length >= (int)sizeof folder)
         refuse("--%s %.80s...: the path is too long", table[id].name, path);
     /* the folder must be writable, because the run writes a new file and then renames it to path */
@@ -2728,9 +2946,10 @@ static void check_writable(int id, const char *path) {
         refuse("--%s %s: %s", table[id].name, path, strerror(errno));
 }
 
-static int same_file(const char *path, const struct stat *other) {
-    struct stat st;
-    return stat(path, &st) == 0 && st.st_dev == other->st_dev && st.st_ino == other->st_ino;
+/* Checks that the run will be able to write a file at `path` after the last step. */
+static void check_writable(int id, const char *path) {
+    check_kind(id, path, A_FILE);
+    check_parent(id, path);
 }
 
 /* An output file of the run, and the option that sets its path. */
@@ -2738,11 +2957,18 @@ typedef struct output {
     int option;
     char path[4096];
 } output;
-enum { MAX_OUTPUTS = 9 };
+enum { MAX_OUTPUTS = 10 };
 
-static int is_llmc(const char *path) {
-    size_t n = strlen(path);
-    return n > 4 && strcmp(path + n - 4, ".bin") == 0;
+static int is_llmc(const char *path) { return has_ending(path, ".bin"); }
+
+/* Writes the path of the copy of the tokenizer that --save-model makes. Returns 0 if it makes none:
+   without a tokenizer, or if the tokenizer is in that folder. */
+static int tokenizer_copy(const value *v, char *path, size_t bytes) {
+    const char *model = v[O_SAVE_MODEL].text;
+    struct stat st;
+    if (!model || is_llmc(model) || !tokenizer.tok) return 0;
+    snprintf(path, bytes, "%.4000s/tokenizer.json", model);
+    return stat(path, &st) != 0 || !same_file(v[O_TOKENIZER].text, &st);
 }
 
 static int find_outputs(const value *v, output out[MAX_OUTPUTS]) {
@@ -2760,6 +2986,7 @@ static int find_outputs(const value *v, output out[MAX_OUTPUTS]) {
         out[n].option = O_SAVE_MODEL;
         snprintf(out[n++].path, sizeof out->path, "%s%s", model, is_llmc(model) ? "" : saved[i]);
     }
+    if (tokenizer_copy(v, out[n].path, sizeof out->path)) out[n++].option = O_SAVE_MODEL;
     return n;
 }
 
@@ -2801,7 +3028,11 @@ static void check_save(const value *v) {
     const char *save = v[O_SAVE].text, *resume = v[O_RESUME].text;
     char path[4096], newest[64];
     struct stat at;
-    if (!save || !check_kind(O_SAVE, save, A_DIRECTORY)) return;
+    if (!save) return;
+    if (!check_kind(O_SAVE, save, A_DIRECTORY)) {
+        check_parent(O_SAVE, save);
+        return;
+    }
     if (access(save, W_OK | X_OK) != 0) refuse("--save %s: %s", save, strerror(errno));
     int64_t there = dt_checkpoint_newest(dt_io_default(), save, newest, sizeof newest);
     if (there < -1) refuse("--save %s: %s", save, strerror(errno));
@@ -2908,7 +3139,7 @@ static void print_data(const value *v, const train_files *f) {
         "   tokens to the cache, whose shard was damaged or stale" };
     line out = { .fd = 1 };
     int mix = f->next != NULL;
-    for (; f; f = f->next) {
+    for (; f && f->count; f = f->next) {
         const char *unit = f->shards ? "tokens" : "bytes";
         line_printf(&out, "data    %s   %d file%s   ",
             mix              ? f->path[0]
@@ -2923,6 +3154,13 @@ static void print_data(const value *v, const train_files *f) {
                 (long long)sequences_of(v, f));
         if (mix) line_printf(&out, "   weight %lld", (long long)f->weight);
         line_printf(&out, "%s\n", cached[f->cached]);
+        if (f->skipped)
+            line_printf(&out,
+                "notice  %d example%s skipped, because the answer begins after --seq %s tokens; "
+                "the "
+                "first is %s line %d\n",
+                f->skipped, f->skipped == 1 ? " is" : "s are", v[O_SEQ].text,
+                f->path[f->skipped_file], f->skipped_line);
     }
 }
 
@@ -2933,6 +3171,23 @@ static void write_schedule(const train_config *c, const char *path) {
     if (dt_schedule_write(ctx, path, s) != DT_OK)
         refuse("--schedule-text %s", error_without_rank(ctx));
     dt_ctx_free(ctx);
+}
+
+/* Prints which tokenizer is used, and whether it is that of the model. */
+static void print_tokenizer(const value *v, const gpt_config *m) {
+    const char *path = v[O_TOKENIZER].text;
+    char own[4096];
+    struct stat st;
+    line out = { .fd = 1 };
+    if (!tokenizer.tok) return;
+    int ids = tok_vocab(tokenizer.tok), has = model_tokenizer(v, own, sizeof own);
+    int is_own = has && stat(path, &st) == 0 && same_file(own, &st);
+    line_printf(&out, "tokens  %s   %d ids", path, ids);
+    if (ids < m->vocab) line_printf(&out, " of the %d of the model", m->vocab);
+    if (v[O_MODEL].text && !is_own && (has || ids < m->vocab))
+        line_printf(&out, "; this is not the file in the model's folder%s",
+            has ? "" : ", which has none: is it the tokenizer of this model?");
+    line_printf(&out, "%s\n", is_own ? "   from the model's folder" : "");
 }
 
 static void print_settings(const value *v, const train_config *c) {
@@ -2956,7 +3211,7 @@ static void print_settings(const value *v, const train_config *c) {
     line_printf(&out, "launch  %s\n", launched.summary);
     if (*launched.device_note) line_printf(&out, "device  %s\n", launched.device_note);
     if (v[O_CONFIG].text)
-        line_printf(&out, "config  %s%s%s%s%s\n", v[O_CONFIG].text,
+        line_printf(&out, "config  %s%s%s%s%s%s\n", v[O_CONFIG].text, config.note,
             *config.automatic ? "   auto keys, left as they are:" : "", config.automatic,
             *config.ignored ? "   ignored keys:" : "", config.ignored);
     line_printf(&out, "model   %s   %d layers   %d wide   %d heads   %.2f M parameters   %s\n",
@@ -2966,7 +3221,13 @@ static void print_settings(const value *v, const train_config *c) {
     line_printf(&out, "batch   %s = micro-batch %d x accum %d x replicas %d   %lld tokens\n",
         v[O_BATCH].text, c->micro_batch, c->accum, replicas_of(c->mesh),
         (long long)long_of(v, O_BATCH) * c->seq);
+    print_tokenizer(v, m);
     print_data(v, &c->data);
+    if (c->documents.n && !finds_document_end(v, c))
+        line_printf(&out,
+            "notice  --documents on: no document ends in the first %d tokens of --data, so "
+            "each sequence is one document; see --document-end\n",
+            DOCUMENT_SEARCH);
     line_printf(&out, "options * given, + by --config, $ by the environment, = computed, others "
                       "default\n");
     for (int i = 0; i < N_OPTIONS; i++) {
@@ -3078,6 +3339,18 @@ static int64_t epoch_of(const job *j, const train_row *row) {
     return n > 0 ? (n - 1) / all + 1 : 1;
 }
 
+/* Prints a validation. */
+static void on_eval(dt_ctx *ctx, const train_row *row, void *user) {
+    const job *j = (const job *)user;
+    line out = { .fd = 1 };
+    if (j->v[O_QUIET].number) return;
+    line_printf(&out, "eval %4lld/%s | val loss %.6f | perplexity %.4f", (long long)row->step,
+        j->v[O_STEPS].text, row->val_loss, exp(row->val_loss));
+    if (isfinite(row->val_bits)) line_printf(&out, " | bits per byte %.6f", row->val_bits);
+    line_printf(&out, " on at most %d sequences\n", TRAIN_EVAL_SEQUENCES);
+    check_stdout(ctx, j);
+}
+
 static void on_step(dt_ctx *ctx, const train_row *row, void *user) {
     job *j = (job *)user;
     int64_t left = j->config.stop_at - row->step, before = j->steps++;
@@ -3100,12 +3373,7 @@ static void on_step(dt_ctx *ctx, const train_row *row, void *user) {
             row->outlier == DT_OUTLIER_LOSS ? "loss" : "norm", row->outlier_z,
             (long long)j->outliers);
     line_printf(&out, "\n");
-    if (isfinite(row->val_loss)) {
-        line_printf(&out, "eval %4lld/%s | val loss %.6f | perplexity %.4f", (long long)row->step,
-            j->v[O_STEPS].text, row->val_loss, exp(row->val_loss));
-        if (isfinite(row->val_bits)) line_printf(&out, " | bits per byte %.6f", row->val_bits);
-        line_printf(&out, " on at most %d sequences\n", TRAIN_EVAL_SEQUENCES);
-    }
+    if (isfinite(row->val_loss)) on_eval(ctx, row, user);
     check_stdout(ctx, j);
 }
 
@@ -3200,7 +3468,7 @@ static int32_t *prompt_tokens(const job *j, int vocab, int64_t more, int64_t *n)
     int32_t *all = (int32_t *)calloc((size_t)(*n + more), sizeof *all);
     if (!all) return NULL;
     for (int64_t i = 0; prompt && i < *n; i++) all[i] = t ? ids[i] : (unsigned char)prompt[i];
-    if (!prompt) all[0] = t ? tok_first_id(t) : has_ids(&j->config.data) ? vocab - 1 : '\n';
+    if (!prompt) all[0] = t ? tok_first_id(t) : has_ids(&j->config) ? vocab - 1 : '\n';
     return all;
 }
 
@@ -3208,7 +3476,7 @@ static int32_t *prompt_tokens(const job *j, int vocab, int64_t more, int64_t *n)
    and rank 0 prints them. */
 static void generate(dt_ctx *ctx, gpt *model, const job *j) {
     const value *v = j->v;
-    int quiet = v[O_QUIET].number != 0, ids_only = has_ids(&j->config.data);
+    int quiet = v[O_QUIET].number != 0, ids_only = has_ids(&j->config);
     int n = int_of(v, O_GENERATE);
     int64_t given = 0;
     if (n == 0) return;
@@ -3360,19 +3628,102 @@ static int differs(const dt_json *then, const value *v, int id, char *text, size
     return number != v[id].number;
 }
 
-/* Returns the first option in fixed_options that has another value in `then`, the settings of a
-   checkpoint; -1 if there is none. Writes the checkpoint's value to `was`. */
+/* Returns the first option, of fixed_options and --ema, with whose value in `then`, the settings of
+   a checkpoint, the run cannot continue; -1 if there is none. Writes the checkpoint's value to `was`. */
 static int changed_option(const dt_json *then, const value *v, char *was, size_t bytes) {
     for (size_t i = 0; i < sizeof fixed_options / sizeof *fixed_options; i++)
         if (differs(then, v, fixed_options[i], was, bytes)) return fixed_options[i];
-    return -1;
+    /* --ema may have another value, but may not begin or end */
+    int other_ema = differs(then, v, O_EMA, was, bytes);
+    return other_ema && (v[O_EMA].number == 0 || strcmp(was, "0") == 0) ? O_EMA : -1;
 }
 
-/* Refuses the run if one of fixed_options has another value in the checkpoint of --resume. This is
-   checked before any rank starts; the ranks check later that the checkpoint is complete. */
-static void check_resume(const value *v) {
+/* Compares source number i of --data with what a checkpoint says of it (print_sources): the source
+   may have grown, but begins as it did. Returns 1 and writes the difference to `why` if not. */
+static int source_differs(
+    const dt_json *then, int node, int i, const train_files *f, char *why, size_t size) {
+    int64_t bytes = 0, tokens = 0;
+    const char *was = dt_json_string(then, dt_json_find(then, node, "digest"), NULL);
+    char is[24], how[80];
+    if (!was || !dt_json_int(then, dt_json_find(then, node, "bytes"), &bytes) ||
+        !dt_json_int(then, dt_json_find(then, node, "tokens"), &tokens))
+        return 0;
+    int64_t read = bytes;
+    snprintf(is, sizeof is, "%016llx", (unsigned long long)encode_source_digest(f, &read));
+    if (read == bytes && strcmp(is, was) != 0)
+        snprintf(how, sizeof how, "begins with other data than in the saved run");
+    else if (!f->examples && f->tokens < tokens)
+        snprintf(how, sizeof how, "had %lld tokens, and has %lld now", (long long)tokens,
+            (long long)f->tokens);
+    else
+        return 0;
+    snprintf(why, size,
+        "source %d of --data, %s, %s: give the same files in the same order; they may have grown",
+        i + 1, f->path[0], how);
+    return 1;
+}
+
+/* Returns 1 if the sources or the tokenizer are not those of a checkpoint with the settings `then`,
+   and writes the difference to `why`. Accepts a checkpoint that does not describe them. */
+static int sources_differ(
+    const dt_json *then, const value *v, const train_files *data, char *why, size_t size) {
+    int list = dt_json_find(then, 0, "sources"), i = 0, text = 0;
+    const char *was = dt_json_string(then, dt_json_find(then, 0, "tokenizer-digest"), NULL);
+    const char *name = dt_json_string(then, dt_json_find(then, 0, "tokenizer"), NULL);
+    char is[24] = "";
+    int64_t fewer = 0, n = 0;
+    if (list < 0 || !was || !data->count) return 0;
+    for (const train_files *f = data; f; f = f->next) text |= !f->shards || *f->encoded;
+    if (tokenizer.tok)
+        snprintf(
+            is, sizeof is, "%016llx", (unsigned long long)encode_tokenizer_digest(tokenizer.tok));
+    if (text && strcmp(is, was) != 0) {
+        snprintf(why, size, "the saved run had %s%s, and this run has %s%s: use the saved run's",
+            *was ? "--tokenizer " : "no --tokenizer", *was && name ? name : "",
+            *is ? "another one, --tokenizer " : "none", *is ? v[O_TOKENIZER].text : "");
+        return 1;
+    }
+    for (const train_files *f = data; f && i < dt_json_count(then, list); f = f->next, i++) {
+        if (f->examples) continue; /* their number of tokens depends on --seq */
+        dt_json_int(then, dt_json_find(then, dt_json_at(then, list, i), "tokens"), &n);
+        fewer += n - f->tokens;
+    }
+    if (fewer > 0) return 0; /* train() reports data that have shrunk */
+    i = 0;
+    for (const train_files *f = data; f && i < dt_json_count(then, list); f = f->next, i++)
+        if (source_differs(then, dt_json_at(then, list, i), i, f, why, size)) return 1;
+    return 0;
+}
+
+/* Writes why a run cannot continue from a checkpoint with the settings `then` to `why`, and returns
+   1; returns 0 if it can. */
+static int cannot_resume(
+    const dt_json *then, const value *v, const train_files *data, char *why, size_t size) {
+    char was[160], had[160];
+    int other = changed_option(then, v, was, sizeof was);
+    if (other < 0) return sources_differ(then, v, data, why, size);
+    if (other == O_EMA) {
+        int had_none = strcmp(was, "0") == 0;
+        snprintf(why, size, "--ema was %s, and is %s now: %s; use --ema %s", was, v[O_EMA].text,
+            had_none ? "the checkpoint has no EMA of the weights to continue"
+                     : "the checkpoint's EMA of the weights would be lost",
+            was);
+        return 1;
+    }
+    int forgotten = other == O_VOCAB && !tokenizer.tok &&
+                    differs(then, v, O_TOKENIZER, had, sizeof had) && strcmp(had, "not given") != 0;
+    snprintf(why, size, "--%s was %s, and is %s now: that would be a different training run%s%s",
+        table[other].name, was, v[other].text ? v[other].text : "not given",
+        forgotten ? "; it had --tokenizer " : "", forgotten ? had : "");
+    return 1;
+}
+
+/* Refuses the run if one of fixed_options has another value in the checkpoint of --resume, or if
+   the data are not those of its run. This is checked before any rank starts; the ranks check later
+   that the checkpoint is complete. */
+static void check_resume(const value *v, const train_files *data) {
     const char *resume = v[O_RESUME].text;
-    char path[4096], was[160], newest[64];
+    char path[4096], was[160], newest[64], why[512];
     size_t bytes = 0, length = 0;
     if (!resume) return;
     if (!check_kind(O_RESUME, resume, A_DIRECTORY)) {
@@ -3390,10 +3741,8 @@ static void check_resume(const value *v) {
     const char *settings =
         manifest ? dt_json_string(manifest, dt_json_find(manifest, 0, "config"), &length) : NULL;
     dt_json *then = settings ? dt_json_parse(ctx, "its settings", settings, length) : NULL;
-    int other = then ? changed_option(then, v, was, sizeof was) : -1;
-    if (other >= 0)
-        refuse("--resume %s: --%s was %s, and is %s now: that would be a different training run",
-            resume, table[other].name, was, v[other].text ? v[other].text : "not given");
+    if (then && cannot_resume(then, v, data, why, sizeof why))
+        refuse("--resume %s: %s", resume, why);
     if (then && differs(then, v, O_SEQ, was, sizeof was) && int_of(v, O_ARCH) == GPT_GPT2 &&
         int_of(v, O_SEQ) < atoi(was))
         refuse(
@@ -3439,21 +3788,21 @@ static void print_changes(const value *v, const dt_json *then, const train_posit
 static void on_resume(dt_ctx *ctx, int64_t step, const char *path, const char *settings,
     const train_position *at, void *user) {
     const job *j = (const job *)user;
-    char was[160];
+    char was[160], why[512];
     int first = dt_ctx_rank(ctx) == 0;
     line out = { .fd = 1 };
     if (j->csv >= 0 && first) csv_rewind(ctx, j, step);
     if (step == 0) return;
     dt_json *then = dt_json_parse(ctx, "its settings", settings, strlen(settings));
-    int other = then ? changed_option(then, j->v, was, sizeof was) : -1;
-    if (other >= 0)
-        dt_fail(ctx, DT_ERR_ARG,
-            "%s: --%s was %s, and is %s now: that would be a different training run", path,
-            table[other].name, was, j->v[other].text ? j->v[other].text : "not given");
+    if (then && cannot_resume(then, j->v, &j->config.data, why, sizeof why))
+        dt_fail(ctx, DT_ERR_ARG, "%s: %s", path, why);
     if (first && dt_error(ctx) == DT_OK && !j->v[O_QUIET].number)
         line_printf(&out, "resumed %s   step %lld of %s%s\n", path, (long long)step,
-            j->v[O_STEPS].text, step >= j->config.stop_at ? ": all steps are done" : "");
-    for (size_t i = 0; first && dt_error(ctx) == DT_OK &&
+            j->v[O_STEPS].text,
+            j->config.stop_at == 0      ? ": trains nothing"
+            : step >= j->config.stop_at ? ": all steps are done"
+                                        : "");
+    for (size_t i = 0; first && dt_error(ctx) == DT_OK && j->config.stop_at > 0 &&
                        i < sizeof changeable_options / sizeof *changeable_options;
          i++)
         if (differs(then, j->v, changeable_options[i], was, sizeof was) && !j->v[O_QUIET].number)
@@ -3465,9 +3814,22 @@ static void on_resume(dt_ctx *ctx, int64_t step, const char *path, const char *s
     dt_json_free(then);
 }
 
+/* Copies the tokenizer that was used into the folder of --save-model, so that the folder is
+   complete. */
+static void copy_tokenizer(dt_ctx *ctx, const value *v) {
+    char path[4096];
+    size_t bytes = 0;
+    if (!tokenizer_copy(v, path, sizeof path)) return;
+    char *text = dt_file_read(ctx, v[O_TOKENIZER].text, TOK_MAX_FILE, &bytes);
+    if (!text) return;
+    dt_file_write(ctx, path, text, bytes);
+    dt_free(ctx, DT_MEM_HOST, text, bytes + 1);
+}
+
 static void at_end(dt_ctx *ctx, gpt *model, void *user) {
     const job *j = (const job *)user;
     line out = { .fd = 1 };
+    if (dt_ctx_rank(ctx) == 0) copy_tokenizer(ctx, j->v);
     generate(ctx, model, j);
     if (dt_ctx_rank(ctx) != 0) return;
     int64_t later = j->steps - 1; /* number of steps after the first; only rank 0 counts steps */
@@ -4026,6 +4388,35 @@ static void init_process(void) {
     make_flags();
 }
 
+/* Finds the data, and checks all that can be checked before any rank starts. Opens the log and
+   prints the settings. */
+static void prepare(job *j) {
+    const value *v = j->v;
+    j->config.on_step = on_step;
+    j->config.on_eval = on_eval;
+    j->config.at_end = at_end;
+    j->config.on_save = on_save;
+    j->config.on_resume = on_resume;
+    j->config.on_progress = on_progress;
+    j->config.user = j;
+    if (v[O_TOKEN_FILE].text) check_token(v[O_TOKEN_FILE].text);
+    if (!j->config.data.count)
+        find_data(v, &j->config, dt_batch_ramp_consumed(j->config.ramp, j->config.stop_at + 1));
+    j->prompt = resolve_generation(v, &j->config, &j->prompt_tokens);
+    check_resume(v, &j->config.data);
+    if (prints_messages()) check_outputs(v, &j->config);
+    if (v[O_MEM_LIMIT].text) check_mem_limit(j);
+    if (v[O_LOG_CSV].text && prints_messages() && !v[O_DRY_RUN].number)
+        j->csv = open_log(
+            v[O_LOG_CSV].text, csv_header(&j->config), v[O_RESUME].text != NULL, &j->csv_is_stream);
+    if (v[O_TRACE].text && prints_messages()) check_writable(O_TRACE, v[O_TRACE].text);
+    if (v[O_SCHEDULE_SVG].text && prints_messages())
+        check_writable(O_SCHEDULE_SVG, v[O_SCHEDULE_SVG].text);
+    if (v[O_SCHEDULE_TEXT].text && prints_messages())
+        write_schedule(&j->config, v[O_SCHEDULE_TEXT].text);
+    if (!v[O_QUIET].number && prints_messages()) print_settings(v, &j->config);
+}
+
 int main(int argc, char **argv) {
     value v[N_OPTIONS];
     job j = { .v = v, .csv = -1 };
@@ -4045,13 +4436,7 @@ int main(int argc, char **argv) {
     find_launch(v);
     begin_mpi(v, &argc, &argv);
     j.config = resolve(v);
-    j.config.on_step = on_step;
-    j.config.at_end = at_end;
-    j.config.on_save = on_save;
-    j.config.on_resume = on_resume;
-    j.config.on_progress = on_progress;
-    j.config.user = &j;
-    char *settings = config_json(v);
+    char *settings = config_json(v, NULL);
     if (v[O_PRINT_CONFIG].number) {
         close_tokenizer();
         line out = { .fd = 1 };
@@ -4062,24 +4447,10 @@ int main(int argc, char **argv) {
         train_files_free(&j.config.val);
         return end_mpi(exit_status(NULL, 0));
     }
-    if (v[O_TOKEN_FILE].text) check_token(v[O_TOKEN_FILE].text);
-    if (!j.config.data.count)
-        find_data(v, &j.config, dt_batch_ramp_consumed(j.config.ramp, j.config.stop_at + 1));
-    j.prompt = resolve_generation(v, &j.config.data, &j.prompt_tokens);
-    check_resume(v);
-    if (prints_messages()) check_outputs(v, &j.config);
-    if (v[O_MEM_LIMIT].text) check_mem_limit(&j);
-    if (v[O_LOG_CSV].text && prints_messages() && !v[O_DRY_RUN].number)
-        j.csv = open_log(
-            v[O_LOG_CSV].text, csv_header(&j.config), v[O_RESUME].text != NULL, &j.csv_is_stream);
-    if (v[O_TRACE].text && prints_messages()) check_writable(O_TRACE, v[O_TRACE].text);
-    if (v[O_SCHEDULE_SVG].text && prints_messages())
-        check_writable(O_SCHEDULE_SVG, v[O_SCHEDULE_SVG].text);
-    if (v[O_SCHEDULE_TEXT].text && prints_messages())
-        write_schedule(&j.config, v[O_SCHEDULE_TEXT].text);
-    if (!v[O_QUIET].number && prints_messages()) print_settings(v, &j.config);
+    prepare(&j);
     if (get_flag(launched.stdout_error)) return end_mpi(exit_status(NULL, 1));
-    j.config.settings = settings;
+    free(settings);
+    j.config.settings = settings = config_json(v, &j.config.data);
     int failed = v[O_DRY_RUN].number ? exit_status(NULL, dry_run(&j)) : run(&j);
     free(settings);
     free(j.prompt);

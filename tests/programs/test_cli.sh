@@ -7,6 +7,7 @@ cd "$(dirname "$0")/../.." || exit 1
 . tests/support/report.sh
 needs_train_gpt
 tiny="--layers 1 --width 16 --heads 2 --seq 16 --batch 4 --steps 3"
+g=tests/golden
 
 $MAKE -Bn 2>"$dir/err" | grep -q 'examples/train_gpt.c'
 report $? "make without a target builds the programs"
@@ -118,8 +119,45 @@ for x in 1:2 2 0:0 a:1 2:1:1 ''; do try 2 'expert-groups' --experts 4 --expert-g
 for x in 1:2 4:4:3:3:2 0:4:2:2:9 0:0:2:2:2 1:2:3:4:5:6; do try 2 "mla $x: five numbers" --arch llama --mla "$x"; done
 try 2 'kv-heads 1 must be the 4 --heads' --arch llama --kv-heads 1 --mla 4:4:4:4:4
 try 2 'mtp needs --arch llama' --mtp 1
-try 2 'no module of latent attention .--mla. can have an adapter' --arch llama --mla 6:4:4:2:3 --lora 2
+try 2 'modules of latent attention .--mla. cannot have adapters' --arch llama --mla 6:4:4:2:3 --lora 2
 try 2 'the file of --model says it; leave --mla out' --model tests/golden/hf_deepseek --mla 0:1:1:2:1
+
+# ---- options that have no effect without another one
+while read -r needs x; do
+    try 2 "$(sed 's/ .*//' <<<"${x#--}") .* needs --$needs" $x --data "$dir/text"
+done <<'END'
+experts --top-k 1 --generate 12
+experts --moe-ffn 64
+experts --balance-loss 0.1
+experts --router-bias 0.1
+experts --capacity 1.5
+tp --sp on
+cp --cp-kind zigzag
+pp --schedule zb
+pp --partition 3,5
+mtp --mtp-weight 0.5
+generate --temperature 0.5
+generate --sample-top-k 5
+generate --top-p 0.5
+optimizer --momentum 0.9
+optimizer --adamw-lr-scale 0.5 --optimizer sgd
+lora --lora-dropout 0.1
+save --save-background on
+END
+try 2 'top-k 1 needs --experts E; --sample-top-k is for --generate$' --top-k 1
+for x in "--pp 1 --schedule zb" "--cp 1 --cp-kind zigzag" "--experts dense --top-k 1" "--generate 0 --temperature 0.5" "--sp off" \
+    "--temperature 0.80 --top-k 2 --schedule 1f1b" "--optimizer sgd --momentum 0.9" "--model $g/hf_mixtral --router-bias 0.1"; do
+    try 0 '' --print-config $x
+done
+cp "$dir/out" "$dir/mixtral.json"
+try 0 '' --print-config --config "$dir/mixtral.json" --top-k 2
+try 0 '' $tiny --documents on --tokenizer $g/tokenizer/gpt2.json --data "$dir/text"
+grep -q '^notice  --documents on: no document ends in the first' "$dir/out"
+report $? "a text without the token that ends a document: a notice"
+{ printf 'a<|endoftext|>b'; cat "$dir/text"; } >"$dir/ends"
+try 0 '' $tiny --documents on --tokenizer $g/tokenizer/gpt2.json --data "$dir/ends"
+! grep -q '^notice' "$dir/out"
+report $? "a text with that token: no notice"
 
 # ---- a batch that grows
 try 2 'batch-ramp 4:4: not START:INCR:SAMPLES' --batch-ramp 4:4
@@ -171,7 +209,6 @@ cmp -s "$dir/text" "$dir/kept" && cmp -s "$dir/kept.json" "$dir/kept.copy" &&
 report $? "a refused run changes no file"
 
 # ---- models from files: sizes come from the file, and options must agree with it
-g=tests/golden
 le() { printf '\\x%02x\\x%02x' $(($1 & 255)) $(($1 >> 8 & 255)); } # two bytes, as printf wants them
 shard() { # shard FILE TOKEN...: llm.c's token shard, 16 bits a token
     local file=$1 t all
@@ -220,11 +257,34 @@ try 0 '' $tiny --data "$dir/text" --tokenizer $t/llama3.json --vocab 400 --gener
 try 2 'has 331 token ids, but the model in .* has a vocabulary of 61$' --model $g/hf_gpt2 --data "$dir/text" --tokenizer $t/gpt2.json
 try 2 'tokenizer: .*vectors.json:1:1: an object is needed$' --data "$dir/text" --tokenizer $t/vectors.json
 try 2 'tokenizer: .*none.json' --data "$dir/text" --tokenizer $t/none.json
-try 2 'tokenizer .*directory' --data "$dir/text" --tokenizer $t
+try 2 'tokenizer: .*tokenizer/tokenizer.json: No such file' --data "$dir/text" --tokenizer $t
 TMPDIR=$dir/none try 2 'data: .*dt-tokens-.*No such file' --data "$dir/text" --tokenizer $t/gpt2.json
 cp $t/gpt2.json "$dir/t.json"
 try 2 'would overwrite .*, which --tokenizer reads' $tiny --data "$dir/text" --tokenizer "$dir/t.json" --log-csv "$dir/t.json"
 try 2 'would overwrite .*, which --data reads' $tiny --data "$dir/text" --tokenizer $t/gpt2.json --log-csv "$dir/text"
+# a model's folder has its tokenizer, which is used unless another one is given
+try 0 '' $tiny --data "$dir/text" --tokenizer $t/qwen.json --save-model "$dir/own"
+cmp -s $t/qwen.json "$dir/own/tokenizer.json"
+report $? "--save-model copies the tokenizer"
+on="--model $dir/own --data $dir/text --batch 4 --seq 16 --steps 1"
+for x in "" "--tokenizer $dir/own" "--tokenizer $dir/own/tokenizer.json" "--model $dir/own/model.safetensors"; do
+    try 0 '' ${on/--model*own/${x:---model $dir/own}} $([[ $x != --tok* ]] || echo --model "$dir/own")
+    grep -q "^tokens  $dir/own/tokenizer.json   335 ids   from the model's folder$" "$dir/out" && grep -Eq ' 1 file +3[0-9]{3} tokens' "$dir/out"
+    report $? "the tokenizer in the model's folder, with '$x': $(grep -E '^(tokens|data)' "$dir/out")"
+done
+try 0 '' $on --tokenizer none
+! grep -q '^tokens' "$dir/out" && grep -q ' 1 file   5000 bytes' "$dir/out"
+report $? "--tokenizer none trains on bytes: $(grep ^data "$dir/out")"
+try 0 '' $on --tokenizer $t/gpt2.json --save-model "$dir/own2"
+grep -q "^tokens  $t/gpt2.json   331 ids of the 335 of the model; this is not the file in the model's folder$" "$dir/out" && cmp -s $t/gpt2.json "$dir/own2/tokenizer.json"
+report $? "a tokenizer that is not the model's: $(grep ^tokens "$dir/out")"
+try 2 'would overwrite .*tokenizer.json, which --data reads' $tiny --tokenizer $t/gpt2.json --data "$dir/own2/tokenizer.json" --save-model "$dir/own2"
+try 0 '' $tiny --tokenizer "$dir/own2" --data "$dir/text" --save-model "$dir/own2"
+try 2 'tokenizer.json has 335 token ids, but the model has a vocabulary of 331; use llm.c shards' --model "$dir/own2" --data "$dir/text" \
+    $(cp $t/qwen.json "$dir/own2/tokenizer.json")
+echo '{}' >"$dir/own/tokenizer.json"
+try 2 'data .*text is text, and the tokenizer of --model .*own cannot encode it: .*tokenizer.json:1:1' $on
+try 0 '' ${on/$dir\/text/$dir\/shard} --generate 3
 : >"$dir/nothing"
 try 2 'nothing: 0 tokens; at least 2 are needed' $tiny --data "$dir/nothing" --tokenizer $t/gpt2.json
 
@@ -442,6 +502,13 @@ try 0 '' $drop --ranks 1 --log-csv "$dir/one.csv"
 try 0 '' $drop --ranks 4 --log-csv "$dir/f.csv"
 awk -v a="$(column loss "$dir/f.csv")" -v b="$(column loss "$dir/one.csv")" 'BEGIN{d=a-b;if(d<0)d=-d;exit !(b>4 && d<=1e-12*b)}'
 report $? "4 ranks drop the same values as one rank: $(column loss "$dir/f.csv") and $(column loss "$dir/one.csv")"
+for x in "--ranks 1" "--dp 2" "--accum 2" "--pp 2 --accum 4"; do # adapters begin at 0, so masks count from step 2 on
+    try 0 '' $tiny --data "$dir/text" --dtype f64 --lora 4 --lora-dropout 0.3 --lr 0.1 $x --log-csv "$dir/f.csv"
+    [ "$x" != "--ranks 1" ] || cp "$dir/f.csv" "$dir/one.csv"
+    paste -d, <(cut -d, -f2,3 "$dir/f.csv") <(cut -d, -f2,3 "$dir/one.csv") | awk -F, 'function far(a, b) { return (a > b ? a - b : b - a) > 1e-11 * b }
+        NR > 1 { bad += far($1, $3) || far($2, $4) } END { exit bad || NR != 4 }'
+    report $? "--lora-dropout drops the same values with $x: $(cut -d, -f2 "$dir/f.csv" | tr '\n' ' ')"
+done
 
 # ---- --shuffle: step n reads entries (n-1)B + k of the orders of epochs 0, 1, .., which are PyTorch's with seed, seed + 1, ..
 # With a learning rate of 0 the model does not change, so its loss identifies a sequence. The orders are torch.randperm(7)
@@ -504,7 +571,7 @@ report $? "the CSV has the columns val_loss and mfu"
 try 2 'complete optimizer state; use --zero 0, not 1$' --optimizer onebit-adam --zero 1 --ranks 2
 try 2 'use --reduce fixed$' --optimizer onebit-adam --reduce tree --ranks 2
 try 2 'freeze-steps 0' --optimizer onebit-adam --freeze-steps 0
-try 2 'freeze-steps 3 is for --optimizer onebit-adam, not for adamw' --freeze-steps 3
+try 2 'freeze-steps 3 needs --optimizer onebit-adam, not adamw' --freeze-steps 3
 seq 20000 | awk '{ printf "%s ", $1 * $1 % 997 } END { print "" }' >"$dir/squares"
 for x in adam onebit-adam; do
     try 0 '' --data "$dir/squares" --layers 1 --width 32 --heads 2 --seq 32 --ranks 4 --steps 120 --warmup 10 --lr 5e-3 \
@@ -536,6 +603,24 @@ for model in "" "--arch llama --experts 2 --heads 2 --tie off"; do
     done
 done
 report "$bad" "$n layouts have the losses of one rank with --optimizer muon"
+
+# ---- --steps 0 trains nothing: it validates, generates and writes the model, with --model or --resume and without --data
+with="--layers 1 --width 16 --heads 2 --seq 16 --batch 4 --val $dir/text --generate 9"
+shown() { sed -n 's/^eval *[0-9]*.[0-9]* | //p;/^---$/,/^---$/p' "$dir/out"; }
+try 0 '' $with --data "$dir/text" --steps 3 --ema 0.5 --save-model "$dir/eval" --save "$dir/evalck"
+shown >"$dir/want"
+for x in "--model $dir/eval" "--model $dir/eval --dp 2 --zero 3" "--model $dir/eval --pp 2 --tp 2" "--resume $dir/evalck --ema 0.5" \
+    "--model $dir/eval --data $dir/text"; do
+    try 0 '' $with --steps 0 $x --save-model "$dir/eval2"
+    shown | cmp -s - "$dir/want" && ! grep -q '^step' "$dir/out" && cmp -s "$dir/eval/model.safetensors" "$dir/eval2/model.safetensors"
+    report $? "--steps 0 $x: the validation, text and weights of the run that trained: $(shown | head -n 1)"
+done
+try 0 '' --model $g/hf_gpt2 --steps 0 --generate 3
+grep -Eq '^[0-9]+ [0-9]+ [0-9]+$' "$dir/out"
+report $? "--steps 0 with a model of other tokens than bytes prints ids"
+try 2 'steps 0 trains nothing: it needs --model or --resume' --steps 0 --generate 3
+try 2 'steps 0 has nothing to do without --val, --generate or --save-model' --steps 0 --model $g/hf_gpt2
+try 2 'save is for a run with steps' --steps 0 --model $g/hf_gpt2 --generate 3 --save "$dir/none"
 
 # ---- the trace, read by Python's JSON parser
 try 0 '' $tiny --layers 2 --data "$dir/text" --ranks 2 --zero 1 --recompute full --trace "$dir/t.json" --log-csv "$dir/t.csv"
@@ -679,6 +764,12 @@ report $? "--ema validates and exports the EMA, alike with --zero 1 and --zero 3
 try 0 '' ${tiny% *} 140 --data "$dir/text" --dp 2 --lr 0.1 --skip-norm-z 0.01
 grep -Eq '^step +1[23][0-9]/140 .*[|] skipped: norm z-score [0-9.]+ .1 so far.$' "$dir/out"
 report $? "--skip-norm-z says which steps it skipped"
+try 0 '' --layers 1 --width 16 --heads 2 --seq 16 --batch 2 --data "$dir/text" --dtype f64 --experts 2 --top-k 1 --router-bias 0.01 --steps 140 \
+    --skip-norm-z 1e-9 --save "$dir/outlier" --save-every 1
+at=$(sed -n 's/^step *\([0-9]*\).* skipped: .*/\1/p' "$dir/out" | head -n 1)
+cmp -s "$dir/outlier/step-$((at - 1))/model.safetensors" "$dir/outlier/step-$at/model.safetensors"
+report $? "step $at, an outlier, changes neither the weights nor the router bias"
+rm -r "$dir/outlier"
 try 2 'ema 1:' --ema 1
 try 0 '' --print-config --mem-limit 3M
 grep -q '"mem-limit": 3145728' "$dir/out"

@@ -206,7 +206,7 @@ report $? "refused files are unchanged"
 # ---- numbers --------------------------------------------------------------------------------------------------------
 
 for x in 0x10 ' 1' '1 ' +4 -4 4.0 1e1 1e0 inf nan 1,0 $'4\n' ٤ 99999999999999999999; do
-    try 2 '^error: --steps .*: not a whole number from 1' --print-config --steps "$x"
+    try 2 '^error: --steps .*: not a whole number from 0' --print-config --steps "$x"
     try 2 '^error: --batch-ramp .*START:INCR:SAMPLES' --print-config --batch-ramp "$x:4:40"
     try 2 '^error: --batch-ramp .*START:INCR:SAMPLES' --print-config --batch-ramp "4:$x:40"
     try 2 '^error: --batch-ramp .*START:INCR:SAMPLES' --print-config --batch-ramp "4:4:$x"

@@ -110,6 +110,14 @@ same '{"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 90, 
     --lr-schedule linear --lr-steps 90 --warmup 7 --min-lr-ratio 0
 same '{"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 90, "cos_min_ratio": 0.01}}}' "" \
     --lr-schedule cosine --lr-steps 90 --min-lr-ratio 0.01
+for lr in 0.01 0.02; do # the scheduler's rate counts, whatever the order
+    same "{\"optimizer\": {\"params\": {\"lr\": $lr}}, \"scheduler\": {\"type\": \"WarmupLR\", \"params\": {\"warmup_max_lr\": 1e-2, \"warmup_min_lr\": 0}}}" \
+        "" --lr-schedule constant --lr 0.01
+    same "{\"scheduler\": {\"type\": \"WarmupLR\", \"params\": {\"warmup_max_lr\": 1e-2}}, \"optimizer\": {\"params\": {\"lr\": $lr}}}" \
+        "" --lr-schedule constant --lr 0.01
+done
+same '{"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}, "optimizer": {"params": {"lr": 0.03}}}' "" \
+    --lr-schedule constant --lr 0.03
 same '{"gradient_checkpointing": false, "steps_per_print": 10}' ""
 
 # ---- its own keys -------------------------------------------------------------------------------------------------
@@ -138,6 +146,12 @@ settings '{"lr": 3e-4, "warmup": 1}' --beta1 0.8
 grep -q ' lr 0.0003+' "$dir/out" && grep -q 'warmup 1+' "$dir/out" && grep -q 'beta1 0.8\*' "$dir/out" &&
     grep -Eq 'beta2 0.95( |$)' "$dir/out" && grep -q 'options \* given, + by --config, \$ by the environment' "$dir/out"
 report $? "the settings say which of flag, file and default set a value, and 3e-4 is 0.0003"
+settings '{"optimizer": {"params": {"lr": 0.5}}, "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01}}}'
+grep -q "config.json   the scheduler's warmup_max_lr 0.01 counts, not the optimizer's lr 0.5   warmup: linear (DeepSpeed's default is log)$" "$dir/out"
+report $? "the settings say which learning rate counts, and the form of the warmup: $(grep ^config "$dir/out")"
+settings '{"optimizer": {"params": {"lr": 0.01}}, "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_type": "linear"}}}'
+grep -q "config.json$" "$dir/out"
+report $? "equal rates and a linear warmup need no note"
 offload="\"nvme_path\": \"$dir\"}, \"stage\": 1}, \"steps_per_print\": 10}"
 settings "{\"zero_optimization\": {\"offload_optimizer\": {\"device\": \"nvme\", $offload"
 grep -q 'ignored keys: steps_per_print$' "$dir/out"
@@ -165,6 +179,12 @@ refused 1:52 'zero_optimization.offload_param.device: "disk": the legal values a
 refused 1:24 'optimizer.type: "Lamb": the legal values are Adam\|AdamW\|SGD\|OneBitAdam' '{"optimizer": {"type": "Lamb"}}'
 refused 1:36 'optimizer.params.betas: two numbers' '{"optimizer": {"params": {"betas": [0.9]}}}'
 refused 1:37 'optimizer.params.betas: a number is needed' '{"optimizer": {"params": {"betas": ["a", 0.9]}}}'
+refused 1:66 'scheduler.params.warmup_type: "log": the warmup of this program is linear; use "linear"$' \
+    '{"scheduler": {"type": "WarmupLR", "params": {"warmup_type":     "log"}}}'
+refused 1:65 'scheduler.params.warmup_min_lr: only 0 is possible: the warmup begins at lr / warmup_num_steps$' \
+    '{"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr":  1e-5}}}'
+refused 1:73 'scheduler.params.warmup_min_ratio: only 0 is possible' \
+    '{"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_min_ratio": 0.1}}}'
 refused 1:28 'pipeline.partition: "parameters": the legal values are best\|uniform' '{"pipeline": {"partition": "parameters"}}'
 refused 1:24 'pipeline.stage: unknown key; the nearest is pipeline.stages' '{"pipeline": {"stage": 2}}'
 refused 1:8 'lr: a number is needed' '{"lr": "auto"}'

@@ -64,6 +64,24 @@ try 0 '' $run --log-csv "$dir/n.csv"
 cmp -s <(cut -d, -f1-4 "$dir/r.csv") <(cut -d, -f1-4 "$dir/n.csv")
 report $? "a resumed mixture has every bit"
 try 2 'data-mix was 2,1, and is 1,1 now: that would be a different' $run --data-mix 1,1 --resume "$dir/ckpt"
+# other data, other tokens: refused by name, while data that have grown are the same data
+head -c 700 Makefile >"$dir/z"
+try 2 'source 1 of --data, .*/z, begins with other data than in the saved run: give the same files' ${run/$dir\/a/$dir/z} --resume "$dir/ckpt"
+try 2 'source 1 of --data, .*/b, had 700 tokens, and has 400 now: give the same files in the same order' \
+    ${run/$dir\/a,$dir\/b/$dir/b,$dir/a} --resume "$dir/ckpt"
+run2="$model --seq 16 --batch 4 --steps 4 --data $dir/a"
+try 0 '' $run2 --tokenizer $g/qwen.json --stop-at 2 --save "$dir/tok"
+cp $g/qwen.json "$dir/same.json"
+try 0 '' $run2 --tokenizer "$dir/same.json" --resume "$dir/tok"
+try 2 'the saved run had --tokenizer .*qwen.json, and this run has another one, --tokenizer .*gpt2.json: use the saved run.s' \
+    $run2 --vocab 335 --tokenizer $g/gpt2.json --resume "$dir/tok"
+try 2 'the saved run had --tokenizer .*qwen.json, and this run has none' $run2 --vocab 335 --resume "$dir/tok"
+try 2 'vocab was 335, and is 256 now: .*; it had --tokenizer .*qwen.json' $run2 --resume "$dir/tok"
+cp "$dir/a" "$dir/a1" && head -c 900 README.md >"$dir/a"
+try 0 '' $run2 --tokenizer $g/qwen.json --resume "$dir/tok"
+{ echo X; cat "$dir/a1"; } >"$dir/a"
+try 2 'source 1 of --data, .*/a, begins with other data' $run2 --tokenizer $g/qwen.json --resume "$dir/tok"
+mv "$dir/a1" "$dir/a"
 try 2 'documents was off, and is on now' $run --documents on --resume "$dir/ckpt"
 try 2 'data-mix 1,2,3 has 3 weights; separate as many' --data "$dir/a,$dir/b" --data-mix 1,2,3
 try 2 'data-mix 1,2 has 2 weights' --data "$dir/a,$dir/b,$dir/c" --data-mix 1,2
@@ -71,6 +89,8 @@ try 2 'data-mix 1,2 needs --data' --data-mix 1,2
 try 2 'sum of 2000001; at most 1000000 is allowed: round them' --data "$dir/a,$dir/b" --data-mix 2,0.000001
 for x in 1, ,1 1:2 1,-1 1,0 1,x 1,1e10 0.00000001,1 ''; do try 2 'data-mix' --data "$dir/a,$dir/b" --data-mix "$x"; done
 try 2 'nothere: No such file' --data "$dir/a,$dir/nothere" --data-mix 1,2
+try 2 'a,.*/b: No such file or directory; a list of files needs --data-mix W,W' --data "$dir/a,$dir/b"
+try 2 'model.safetensors has weights, not text: --model reads them' --data tests/golden/hf_gpt2
 try 2 'would overwrite .*/b, which --data reads' $run --log-csv "$dir/b"
 
 # ---- epochs
@@ -169,6 +189,17 @@ for x in "--dp 2 --tp 2" "--cp 2 --cp-kind zigzag --pp 2"; do
     for c in loss grad_norm val_loss; do column $c "$dir/q.csv"; done | grep . >"$dir/have"
     near 1e-12 "instructions and text with $x" "$dir/have" "$dir/want"
 done
+# a resumed run with longer sequences continues at the next example, because an example is one sequence
+more="--arch llama --lr 0 --batch 2 --steps 4"
+log "$dir/p.csv" $more --seq 48 --data "$dir/x.jsonl"
+try 0 '' $model $more --seq 24 --data "$dir/x.jsonl" --stop-at 2 --save "$dir/short"
+log "$dir/longer.csv" $more --seq 48 --data "$dir/x.jsonl" --resume "$dir/short"
+column loss "$dir/longer.csv" >"$dir/have"
+column loss "$dir/p.csv" | tail -n 2 >"$dir/want"
+near 1e-12 "a run of instruction data that is resumed with longer sequences" "$dir/have" "$dir/want"
+try 0 '' $model $more --seq 24 --data "$dir/x.jsonl,$dir/a" --data-mix 1,1 --stop-at 2 --save "$dir/shortmix"
+try 0 '' $model $more --seq 24 --data "$dir/x.jsonl,$dir/a" --data-mix 1,1 --resume "$dir/shortmix"
+try 1 'seq was 24, and is 48 now: this mixture has text' $model $more --seq 48 --data "$dir/x.jsonl,$dir/a" --data-mix 1,1 --resume "$dir/shortmix"
 bad() { printf "$1" >"$dir/bad.jsonl"; try 2 "$2" $tiny --data "$dir/bad.jsonl"; }
 good='{"prompt": "a", "answer": "b"}\n'
 bad "$good{\"prompt\": \"a\", \"answer\": }\n" 'bad.jsonl line 2:1:27: a value is needed$'
@@ -177,9 +208,23 @@ bad "$good\n{\"prompt\": \"a\", \"answer\": 3}\n" 'bad.jsonl line 3:1:1: an exam
 bad "$good{\"messages\": [{\"role\": \"user\"}]}\n" 'bad.jsonl line 2:1:1: an example is'
 bad "$good[1]\n" 'bad.jsonl line 2:1:1: an example is'
 bad "$good{\"prompt\": \"a\\xff\", \"answer\": \"b\"}\n" 'bad.jsonl line 2:1:[0-9]+: this is not UTF-8'
-bad "$good{\"prompt\": \"a prompt of more than 16 bytes\", \"answer\": \"b\"}\n" \
-    'bad.jsonl line 2: no token of an answer is among the first 16 of its 32 tokens; use a longer --seq'
-bad "$good{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}]}\n" 'bad.jsonl line 2: no token of an answer'
+bad "$good{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}]}\n" 'bad.jsonl line 2: no message has the role "assistant", so that nothing has a label'
+bad "$good{\"messages\": []}\n" 'bad.jsonl line 2: "messages" is empty$'
+long='{"prompt": "a prompt of more than 16 bytes", "answer": "b"}\n'
+bad "$long$long" 'bad.jsonl: the answers of all examples begin after the first 16 tokens; use a longer --seq'
+# an example whose answer begins after --seq is left out, and counted; so it is when the cache is read
+printf "$good$good$good$good$good$good" >"$dir/bad.jsonl"
+log "$dir/p.csv" --seq 16 --batch 4 --steps 3 --data "$dir/bad.jsonl"
+printf "$good\n$good$long$good$good$long$good$good" >"$dir/bad.jsonl"
+for x in "" "--token-cache $dir/skips" "--token-cache $dir/skips"; do
+    try 0 '' $tiny --data "$dir/bad.jsonl" $x
+    grep -q "^notice  2 examples are skipped, because the answer begins after --seq 16 tokens; the first is $dir/bad.jsonl line 4$" "$dir/out" &&
+        grep -q '   6 examples   0 cut off' "$dir/out"
+    report $? "$x: a notice of the examples that are left out: $(grep '^notice' "$dir/out")"
+done
+log "$dir/q.csv" --seq 16 --batch 4 --steps 3 --data "$dir/bad.jsonl"
+cmp -s <(cut -d, -f1-3 "$dir/p.csv") <(cut -d, -f1-3 "$dir/q.csv")
+report $? "the other examples are trained on as they are without them"
 bad '\n' 'bad.jsonl: 0 examples; at least 1 are needed'
 mkdir "$dir/both" && cp "$dir/a" "$dir/i.jsonl" "$dir/both"
 try 2 '1 of 2 files are .jsonl; instruction data and text need --data-mix' $tiny --data "$dir/both"

@@ -298,6 +298,7 @@ try 2 "save $dir/a has step-6, which is newer than --resume $dir/a/step-4: use a
 try 2 "save $dir/text: not a directory but a file" $small --save "$dir/text"
 try 2 "resume $dir/nowhere: No such file" $small --resume "$dir/nowhere" --save "$dir/d"
 try 2 "resume $dir/text: not a directory but a file" $small --resume "$dir/text"
+try 2 "save $dir/no/such/ck: No such file" $small --save "$dir/no/such/ck"
 mkdir "$dir/empty"
 try 1 "resume $dir/empty: there is no checkpoint" $small --resume "$dir/empty"
 [ ! -e "$dir/d" ]
@@ -336,6 +337,12 @@ done
 [ "$(grep -c 'from here on' "$dir/out")" = 9 ] && grep -q "^resumed $dir/a/step-6   step 6 of 8$" "$dir/out" &&
     grep -q '^step *7/8' "$dir/out"
 report $? "the run prints all changed options: $(grep 'from here on' "$dir/out" | tr -s ' ' | tr '\n' ' ')"
+try 2 "ema was 0, and is 0.9 now: the checkpoint has no EMA of the weights to continue; use --ema 0$" $small --ema 0.9 --resume "$dir/a"
+rm -rf "$dir/b"
+try 0 '' $small --ema 0.9 --stop-at 2 --save "$dir/b"
+try 2 "ema was 0.9, and is 0 now: the checkpoint's EMA of the weights would be lost; use --ema 0.9$" $small --resume "$dir/b"
+try 0 '' $small --ema 0.5 --resume "$dir/b"
+rm -rf "$dir/b"
 try 2 "^error: --resume $dir/a: --seq was 16, and is 8 now: a GPT-2 with 16 positions would lose some" $small --seq 8 \
     --resume "$dir/a"
 
