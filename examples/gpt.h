@@ -34,7 +34,8 @@
    (gpt_tokens.step).
 
    LoRA and QLoRA: if config.lora.rank > 0, all parameters of the model are frozen, and the layers'
-   matrices that config.lora.modules names get adapters (dt_adapter), which are trained. In addition
+   matrices that config.lora.modules names get adapters (dt_adapter), which are trained; those of
+   the modules of multi-token prediction get none. In addition
    config.base stores the frozen matrices of the layers in bf16, int8 or NF4 blocks (dt_quant), but
    not the embeddings, the head, the norms and the experts.
 
@@ -223,6 +224,9 @@ typedef struct gpt_config {
     int mtp;           /* modules of multi-token prediction, at most GPT_MAX_MTP; needs GPT_LLAMA */
     double mtp_weight; /* the gradient includes mtp_weight times the mean of the modules' losses */
     gpt_parts parts;
+    /* 1 + the ids of the tokens that begin and end a text; 0: none. gpt_files.h reads them from and
+       writes them to config.json, and nothing else uses them */
+    int bos_token, eos_token;
 } gpt_config;
 
 /* The parameters of a layer. A parameter that this rank does not have is NULL. */
@@ -471,7 +475,10 @@ static inline int gpt_has_param(gpt_config c, const gpt_param_row *r, int layer)
         return 0;
     if (!gpt_attention_has(c, r, layer)) return 0;
     if (r->kind == GPT_ROUTER_BIAS && c.router_bias == 0 && c.route != DT_ROUTE_SIGMOID) return 0;
-    if (gpt_is_lora(r) && (c.lora.rank == 0 || !(c.lora.modules >> gpt_lora_module(r) & 1)))
+    /* the modules of multi-token prediction have no adapters: PEFT cannot name them, because the
+       models of transformers do not have these modules */
+    if (gpt_is_lora(r) &&
+        (c.lora.rank == 0 || !(c.lora.modules >> gpt_lora_module(r) & 1) || layer >= c.layers))
         return 0;
     return r->section == GPT_DENSE ? !mixture || c.shared_experts > 0
                                    : r->section != GPT_EXPERT || mixture;
@@ -580,33 +587,61 @@ static inline dt_tensor **gpt_slot(gpt *m, const gpt_param_row *r, int layer) {
 
 static inline int gpt_top_k(gpt_config c) { return c.top_k > 0 ? c.top_k : c.experts < 2 ? 1 : 2; }
 
-/* Returns the number of elements of all parameters. If `active` is set, counts only top_k of the E
-   experts of a MoE layer, because one token uses only top_k. */
-static inline int64_t gpt_param_count_of(gpt_config c, int active) {
+/* Returns how often the model has the parameter: once, or once for each layer that may have it. */
+static inline int gpt_copies(gpt_config c, const gpt_param_row *r) {
+    return gpt_is_in_layer(r) ? gpt_all_layers(c) : 1;
+}
+
+/* Returns the number of elements of all parameters. */
+static inline int64_t gpt_param_count(gpt_config c) {
     int64_t sum = 0;
     for (const gpt_param_row *r = gpt_param_rows; r < gpt_param_rows + GPT_PARAM_ROWS; r++)
-        for (int i = 0; i < (gpt_is_in_layer(r) ? gpt_all_layers(c) : 1); i++) {
-            int64_t n = gpt_has_param(c, r, i) ? dt_count(gpt_shape(c, r, i)) : 0;
-            sum +=
-                active && gpt_dim(r, '|') >= 0 ? n / (c.experts ? c.experts : 1) * gpt_top_k(c) : n;
-        }
+        for (int i = 0; i < gpt_copies(c, r); i++)
+            sum += gpt_has_param(c, r, i) ? dt_count(gpt_shape(c, r, i)) : 0;
     return sum;
 }
 
-static inline int64_t gpt_param_count(gpt_config c) { return gpt_param_count_of(c, 0); }
+/* With LoRA only the adapters are trained. */
+static inline int gpt_is_frozen(gpt_config c, const gpt_param_row *r) {
+    return (c.lora.rank > 0 && !gpt_is_lora(r)) || r->kind == GPT_ROUTER_BIAS;
+}
 
-/* Returns the FLOPs of forward and backward per token (arXiv:2204.02311, appendix B): 6 for each
-   element of the parameters that are factors of matrix products, plus 12 L C T for attention's
-   products with keys and values, or 6 L H (D + value_dim) T with latent attention. wpe is never
-   such a factor, and wte is one only if it is also the head. The modules of multi-token prediction
-   also multiply by the head. */
+/* Local layers attend to a window of tokens, global layers to all (see gpt_parts). */
+static inline int gpt_is_local(gpt_config c, int layer) {
+    int every = c.parts.global_every;
+    return c.parts.window > 0 && (every == 0 || (layer + 1) % every != 0);
+}
+
+/* Returns how many elements of a parameter one token multiplies with: all elements of a matrix, but
+   only top_k of the E experts, and none of an embedding, which is looked up. The modules of
+   multi-token prediction multiply by the head, too. */
+static inline int64_t gpt_multiplied(gpt_config c, const gpt_param_row *r, int layer) {
+    int matrix = r->kind == GPT_MATRIX || r->kind == GPT_BRANCH || gpt_is_lora(r);
+    int64_t n = matrix && gpt_has_param(c, r, layer) ? dt_count(gpt_shape(c, r, layer)) : 0;
+    if (n && gpt_dim(r, '|') >= 0) return n / c.experts * gpt_top_k(c);
+    if (gpt_is_embedding(r) && !c.tied) return 0;
+    return gpt_is_in_layer(r) ? n : n * (1 + c.mtp);
+}
+
+/* Returns the FLOPs of forward and backward per token, without recompute (arXiv:2204.02311,
+   appendix B). A product y = x w^T costs 2 FLOPs per element of w and token, dx = dy w the same,
+   and dw = dy^T x the same, but a frozen w has no dw:
+
+       6 per element of a trained matrix, 4 per element of a frozen one
+       12 H D T per layer: the products of queries with keys and of scores with values, forward and
+       twice backward. In a local layer T is at most the window. As usual, the causal mask does not
+       count. With latent attention D is the mean of the sizes of a query and of a value */
 static inline double gpt_flops_per_token(gpt_config c) {
-    int64_t looked_up = (c.arch == GPT_GPT2 ? c.seq : 0) + (c.tied ? 0 : c.vocab);
-    double attended = c.heads * (c.mla.kv_rank ? 0.5 * (double)(gpt_size(c, 'x') + c.mla.value_dim)
-                                               : (double)gpt_head_dim(c));
-    return 6.0 * (double)(gpt_param_count_of(c, 1) +
-                          ((int64_t)c.mtp * c.vocab - looked_up) * c.width) +
-           12.0 * gpt_all_layers(c) * attended * c.seq;
+    double sum = 0, D = c.mla.kv_rank ? 0.5 * (double)(gpt_size(c, 'x') + c.mla.value_dim)
+                                      : (double)gpt_head_dim(c);
+    for (const gpt_param_row *r = gpt_param_rows; r < gpt_param_rows + GPT_PARAM_ROWS; r++)
+        for (int i = 0; i < gpt_copies(c, r); i++)
+            sum += (gpt_is_frozen(c, r) ? 4.0 : 6.0) * (double)gpt_multiplied(c, r, i);
+    for (int i = 0; i < gpt_all_layers(c); i++) {
+        int window = gpt_is_local(c, i) && c.parts.window < c.seq;
+        sum += 12.0 * c.heads * D * (window ? c.parts.window : c.seq);
+    }
+    return sum;
 }
 
 /* Returns 1 if config.base is the storage of the parameter. */
@@ -628,9 +663,9 @@ static inline dt_tensor *gpt_param(const gpt *m, const gpt_param_row *r, int lay
     int from_zero = r->kind == GPT_GAIN && c.parts.gemma; /* the gain is 1 + weight */
     dt_param_desc d = { .no_decay = r->kind == GPT_GAIN || r->kind == GPT_BIAS, .dtype = c.dtype };
     d.matrices = gpt_matrices(c, r, layer);
-    d.frozen = c.lora.rank > 0 && !gpt_is_lora(r);
+    d.frozen = gpt_is_frozen(c, r);
     if (gpt_is_base(r)) d.quant = c.base;
-    if (r->kind == GPT_ROUTER_BIAS) d.frozen = 1, d.dtype = c.dtype == DT_F64 ? DT_F64 : DT_F32;
+    if (r->kind == GPT_ROUTER_BIAS) d.dtype = c.dtype == DT_F64 ? DT_F64 : DT_F32;
     gpt_shard(m, r, &d);
     if (gpt_is_embedding(r) && m->tied)
         d.grad_placements[1] = (dt_grad_placement){ m->tied, DT_GRAD_PARTIAL };
@@ -768,8 +803,7 @@ static inline int gpt_deepseek_bad(dt_ctx *ctx, gpt_config c) {
         return dt_fail(ctx, DT_ERR_ARG,
             "gpt_register: latent attention of rank %d (queries %d), %d + %d elements of q and k "
             "with an even number in rotary pairs, %d of v, at most as many; arch %d, %d heads and "
-            "%d of "
-            "keys, which must be as many",
+            "%d of keys, which must be as many",
             a.kv_rank, a.q_rank, a.nope_dim, a.rope_dim, a.value_dim, c.arch, c.heads, c.kv_heads);
     if (groups < 0 || c.first_dense < 0 || c.moe_ffn < 0 || !(c.gate_scale >= 0) ||
         c.route < DT_ROUTE_SOFTMAX || c.route > DT_ROUTE_SIGMOID ||
@@ -778,8 +812,7 @@ static inline int gpt_deepseek_bad(dt_ctx *ctx, gpt_config c) {
                 gpt_top_k(c) > c.top_groups * (c.experts / groups))))
         return dt_fail(ctx, DT_ERR_ARG,
             "gpt_register: %d experts in %d groups, of which each token uses %d with %d experts "
-            "per "
-            "token; the first %d layers dense, ffn of an expert %d, route %d, gates times %g",
+            "per token; the first %d layers dense, ffn of an expert %d, route %d, gates times %g",
             c.experts, groups, c.top_groups, gpt_top_k(c), c.first_dense, c.moe_ffn, c.route,
             c.gate_scale);
     if (c.mtp < 0 || c.mtp > GPT_MAX_MTP || c.layers + c.mtp > GPT_MAX_LAYERS ||
@@ -805,47 +838,24 @@ static inline int gpt_lora_bad(gpt_config c) {
            (c.lora.modules & ~gpt_lora_modules(c)) != 0;
 }
 
-/* [collective: tp and pp] Registers every parameter of this rank's stages. dt_zero_make allocates
-   and initializes the parameters later. An invalid config fails the context. */
-static inline gpt gpt_register(dt_ctx *ctx, gpt_config c) {
-    gpt m = { .config = c, .ctx = ctx };
-    int p = dt_comm_size(c.pp), rank = dt_comm_rank(c.pp);
-    if (gpt_config_bad(c)) {
-        dt_fail(ctx, DT_ERR_ARG,
+/* Checks the sizes of the model. Returns 0, or an error after failing the context with the values
+   that do not fit. */
+static inline int gpt_model_bad(dt_ctx *ctx, gpt_config c) {
+    const gpt_parts *p = &c.parts;
+    if (gpt_config_bad(c))
+        return dt_fail(ctx, DT_ERR_ARG,
             "gpt_register: layers %d, width %d, heads %d, kv_heads %d, ffn %d, seq %d, vocab %d, "
             "recompute %d every %d, arch %d, norm_eps %g, theta %g, dropout %g, smoothing %g",
             c.layers, c.width, c.heads, c.kv_heads, c.ffn, c.seq, c.vocab, c.recompute,
             c.recompute_every, c.arch, c.norm_eps, c.theta, c.dropout, c.smoothing);
-        return m;
-    }
-    if (gpt_parts_bad(c)) {
-        dt_fail(ctx, DT_ERR_ARG,
+    if (gpt_parts_bad(c))
+        return dt_fail(ctx, DT_ERR_ARG,
             "gpt_register: %s (head_dim %d, window %d, global_every %d, rope.kind %d, local_theta "
-            "%g, "
-            "query_scalar %g, soft caps %g and %g)",
-            gpt_parts_bad(c), c.parts.head_dim, c.parts.window, c.parts.global_every,
-            c.parts.rope.kind, c.parts.local_theta, c.parts.query_scalar, c.parts.attn_soft_cap,
-            c.parts.logit_soft_cap);
-        return m;
-    }
-    if (gpt_experts_bad(c)) {
-        dt_fail(ctx, DT_ERR_ARG,
-            "gpt_register: %d experts over %d ranks of ep, %d per token, in every %d-th layer, "
-            "%d shared, capacity %g, side losses %g and %g, router bias rate %g",
-            c.experts, dt_comm_size(c.ep), gpt_top_k(c), c.moe_every, c.shared_experts, c.capacity,
-            c.balance, c.z, c.router_bias);
-        return m;
-    }
-    if (gpt_deepseek_bad(ctx, c)) return m;
-    if (gpt_stages_bad(c) || gpt_stages(c) % p != 0) {
-        dt_fail(ctx, DT_ERR_ARG,
-            "gpt_register: %d stages over %d ranks of pp: stage_begin must rise from 0 to %d, and "
-            "stage_rank must give each rank equally many",
-            c.stages, p, gpt_items(c));
-        return m;
-    }
-    if (gpt_lora_bad(c)) {
-        dt_fail(ctx, DT_ERR_ARG,
+            "%g, query_scalar %g, soft caps %g and %g)",
+            gpt_parts_bad(c), p->head_dim, p->window, p->global_every, p->rope.kind, p->local_theta,
+            p->query_scalar, p->attn_soft_cap, p->logit_soft_cap);
+    if (gpt_lora_bad(c))
+        return dt_fail(ctx, DT_ERR_ARG,
             "gpt_register: LoRA of rank %d, alpha %g, dropout %g on modules %#x, base %s: a base "
             "needs adapters, and %s has modules %#x",
             c.lora.rank, c.lora.alpha, c.lora.dropout, c.lora.modules, dt_quant_name(c.base),
@@ -853,13 +863,34 @@ static inline gpt gpt_register(dt_ctx *ctx, gpt_config c) {
             : c.arch == GPT_LLAMA ? "a Llama"
                                   : "a GPT-2",
             c.mla.kv_rank ? 0 : gpt_lora_modules(c));
-        return m;
-    }
-    if (c.heads % dt_comm_size(c.tp) != 0) {
-        dt_fail(ctx, DT_ERR_ARG, "gpt_register: %d heads over %d ranks of tp", c.heads,
-            dt_comm_size(c.tp));
-        return m;
-    }
+    return gpt_deepseek_bad(ctx, c);
+}
+
+/* Checks that the model fits the layout, as gpt_model_bad. */
+static inline int gpt_layout_bad(dt_ctx *ctx, gpt_config c) {
+    int p = dt_comm_size(c.pp), t = dt_comm_size(c.tp);
+    if (gpt_experts_bad(c))
+        return dt_fail(ctx, DT_ERR_ARG,
+            "gpt_register: %d experts over %d ranks of ep, %d per token, in every %d-th layer, "
+            "%d shared, capacity %g, side losses %g and %g, router bias rate %g",
+            c.experts, dt_comm_size(c.ep), gpt_top_k(c), c.moe_every, c.shared_experts, c.capacity,
+            c.balance, c.z, c.router_bias);
+    if (gpt_stages_bad(c) || gpt_stages(c) % p != 0)
+        return dt_fail(ctx, DT_ERR_ARG,
+            "gpt_register: %d stages over %d ranks of pp: stage_begin must rise from 0 to %d, and "
+            "stage_rank must give each rank equally many",
+            c.stages, p, gpt_items(c));
+    if (c.heads % t != 0)
+        return dt_fail(ctx, DT_ERR_ARG, "gpt_register: %d heads over %d ranks of tp", c.heads, t);
+    return 0;
+}
+
+/* [collective: tp and pp] Registers every parameter of this rank's stages. dt_zero_make allocates
+   and initializes the parameters later. An invalid config fails the context. */
+static inline gpt gpt_register(dt_ctx *ctx, gpt_config c) {
+    gpt m = { .config = c, .ctx = ctx };
+    int rank = dt_comm_rank(c.pp);
+    if (gpt_model_bad(ctx, c) || gpt_layout_bad(ctx, c)) return m;
     m.kv = dt_kv_split(ctx, c.tp, c.kv_heads);
     int first = gpt_stage_rank(c, 0), last = gpt_stage_rank(c, gpt_stages(c) - 1);
     if ((c.tied || c.mtp) && first != last) {
@@ -1017,12 +1048,6 @@ static inline dt_tensor *gpt_cache_append(gpt_cache *c, dt_tensor *all, dt_tenso
     all->shape = more->shape;
     all->shape.d[1] += c->length;
     return all;
-}
-
-/* Local layers attend to a window of tokens, global layers to all (see gpt_parts). */
-static inline int gpt_is_local(gpt_config c, int layer) {
-    int every = c.parts.global_every;
-    return c.parts.window > 0 && (every == 0 || (layer + 1) % every != 0);
 }
 
 /* The mask and the scores of a layer; the positions and documents are those of dt_cp_make with

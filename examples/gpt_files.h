@@ -110,6 +110,13 @@ static inline int gpt_is_mixtral(gpt_config c) {
     return c.experts > 0 && c.arch == GPT_LLAMA && !others;
 }
 
+/* Returns 1 if DeepSeek-V3's files can have the model. */
+static inline int gpt_is_deepseek(gpt_config c) {
+    int experts = c.experts > 0;
+    return c.arch == GPT_LLAMA && c.mla.kv_rank > 0 && c.moe_every <= 1 &&
+           (!experts || (c.route == DT_ROUTE_SIGMOID && c.shared_experts > 0));
+}
+
 /* Returns the name, or the second name, of a parameter in the files of a model with Llama's
    architecture. Llama calls the norm before the MLP post_attention_layernorm, but Gemma gives this
    name to the norm after attn.proj. */
@@ -182,13 +189,6 @@ static inline dt_weight_map gpt_file_location_of(
    into the struct itself, which is copied when gpt_file_location_of returns it. */
 static inline void gpt_set_part_names(dt_weight_map *p) {
     for (int i = 0; i < 2; i++) p->part[i].name = p->name[i];
-}
-
-/* Returns 1 if DeepSeek-V3's files can have the model. */
-static inline int gpt_is_deepseek(gpt_config c) {
-    int experts = c.experts > 0;
-    return c.arch == GPT_LLAMA && c.mla.kv_rank > 0 && c.moe_every <= 1 &&
-           (!experts || (c.route == DT_ROUTE_SIGMOID && c.shared_experts > 0));
 }
 
 static inline gpt_file_kind gpt_file_kind_of(const gpt *m, dt_weights *w) {
@@ -353,15 +353,14 @@ static inline void gpt_config_layer_types(dt_json *j, gpt_config *c, int pattern
         int full = type && strcmp(type, "full_attention") == 0;
         if (!full && !(type && strcmp(type, "sliding_attention") == 0))
             dt_json_fail(j, list,
-                "layer_types %s is not supported; full_attention and "
-                "sliding_attention are",
+                "layer_types %s is not supported; full_attention and sliding_attention are",
                 type ? type : "(no string)");
         if (full && N == 0) N = i + 1;
         global += full;
         if (N > 0 && full != ((i + 1) % N == 0))
             dt_json_fail(j, list,
-                "layer_types: only a full_attention in every N-th layer is "
-                "supported; layer %d breaks the pattern of %d",
+                "layer_types: only a full_attention in every N-th layer is supported; layer %d "
+                "breaks the pattern of %d",
                 i, N);
     }
     c->parts.global_every = N;
@@ -491,6 +490,14 @@ static inline void gpt_config_mixtral(dt_json *j, gpt_config *c) {
     c->balance = gpt_key_number(j, 0, "router_aux_loss_coef", 0.001);
 }
 
+/* Returns 1 + the token id of a key, the first one of a list, or 0 if none is below `vocab`. */
+static inline int gpt_key_token(dt_json *j, const char *key, int vocab) {
+    int64_t id = -1;
+    int node = gpt_key(j, 0, key, 0);
+    if (dt_json_kind_of(j, node) == DT_JSON_ARRAY) node = dt_json_at(j, node, 0);
+    return dt_json_int(j, node, &id) && id >= 0 && id < vocab ? (int)id + 1 : 0;
+}
+
 /* Fills in *c from config.json. `head` is 1 if the weights contain lm_head, else 0. If the file has
    no key tie_word_embeddings, the model is tied if `head` is 0. */
 static inline void gpt_config_read(dt_json *j, gpt_config *c, int head) {
@@ -519,6 +526,8 @@ static inline void gpt_config_read(dt_json *j, gpt_config *c, int head) {
                 "gemma3_text, mixtral and deepseek_v3 are",
                 type ? type : "(no string)");
     }
+    c->bos_token = gpt_key_token(j, "bos_token_id", c->vocab);
+    c->eos_token = gpt_key_token(j, "eos_token_id", c->vocab);
     c->tied = gpt_key_bool(j, "tie_word_embeddings", c->parts.gemma || !head);
     if (gpt_key(j, 0, "quantization_config", 0) >= 0)
         dt_json_fail(
@@ -542,6 +551,69 @@ static inline int gpt_path_beside(
     return -1;
 }
 
+/* Returns 1 if the file folder/name, or `path` itself if `name` is NULL, can be opened and begins
+   with `start`. */
+static inline int gpt_file_starts(
+    dt_ctx *ctx, const char *path, const char *name, const char *start) {
+    const dt_io *io = dt_ctx_io(ctx);
+    char full[4096], got[8] = "";
+    int64_t n = (int64_t)strlen(start);
+    if (name && gpt_path_beside(ctx, full, sizeof full, path, name) != 0) return 0;
+    int fd = io->open(io->user, name ? full : path, DT_IO_READ);
+    if (fd < 0) return 0;
+    int64_t read = n ? io->pread(io->user, fd, got, (size_t)n, 0) : 0;
+    io->close(io->user, fd);
+    return read == n && memcmp(got, start, (size_t)n) == 0;
+}
+
+static inline dt_status gpt_fail_adapter(dt_ctx *ctx, const char *path) {
+    return dt_fail(ctx, DT_ERR_IO,
+        "%s: an adapter of PEFT, not a model: give its base to --model, and the adapter to "
+        "--adapter",
+        path);
+}
+
+/* Fails if `path` is a file or folder of another kind that is easily taken for a model. */
+static inline dt_status gpt_path_is_other(dt_ctx *ctx, const char *path) {
+    static const char zip[] = "PK\3\4", pickle[] = "\x80\x02";
+    const char *const torch = "pytorch_model.bin";
+    if (gpt_file_starts(ctx, path, NULL, zip) || gpt_file_starts(ctx, path, NULL, pickle))
+        return dt_fail(ctx, DT_ERR_IO,
+            "%s: a PyTorch file; convert it to safetensors, for example with save_pretrained of "
+            "transformers",
+            path);
+    if (dt_error(ctx) != DT_OK || gpt_file_starts(ctx, path, "model.safetensors", "") ||
+        gpt_file_starts(ctx, path, "model.safetensors.index.json", ""))
+        return dt_error(ctx);
+    if (gpt_file_starts(ctx, path, torch, zip) || gpt_file_starts(ctx, path, torch, pickle))
+        return dt_fail(ctx, DT_ERR_IO,
+            "%s: the folder has only a PyTorch file, %s; convert it to safetensors, for example "
+            "with save_pretrained of transformers",
+            path, torch);
+    if (gpt_file_starts(ctx, path, "adapter_config.json", "")) return gpt_fail_adapter(ctx, path);
+    return dt_error(ctx);
+}
+
+/* Fails if the tensors are those of an adapter, or of a checkpoint that only a resumed run can
+   read. */
+static inline dt_status gpt_tensors_are_other(dt_ctx *ctx, const char *path, const dt_weights *w) {
+    for (int i = 0; i < dt_weights_count(w); i++) {
+        const char *name = dt_weights_get(w, i)->name;
+        if (strstr(name, ".lora_A.")) return gpt_fail_adapter(ctx, path);
+        if (strstr(name, ".lora_a."))
+            return dt_fail(ctx, DT_ERR_IO,
+                "%s: a checkpoint of a LoRA run, not a model: continue it with --resume, whose "
+                "--save-model writes the adapter, or with --merge on a model",
+                path);
+        if (strstr(name, ".moe.router."))
+            return dt_fail(ctx, DT_ERR_IO,
+                "%s: a checkpoint of a MoE model, which has other names than transformers' files: "
+                "continue it with --resume, whose --save-model writes a model",
+                path);
+    }
+    return dt_error(ctx);
+}
+
 /* Returns the number of modules of multi-token prediction in a file. config.json does not say it:
    transformers writes num_nextn_predict_layers 1 also if the file has no module. */
 static inline int gpt_mtp_count(const dt_weights *w) {
@@ -560,9 +632,11 @@ static inline int gpt_mtp_count(const dt_weights *w) {
 static inline gpt_config gpt_config_from(dt_ctx *ctx, const char *path) {
     gpt_config none = { .layers = 0 }, c = none;
     char name[4096];
+    if (gpt_path_is_other(ctx, path) != DT_OK) return none;
     dt_weights *w = dt_weights_open(ctx, path);
     dt_llmc h = dt_weights_llmc(w);
     if (!w) return none;
+    gpt_tensors_are_other(ctx, path, w);
     int head = dt_weights_find(w, "lm_head.weight") >= 0, mtp = gpt_mtp_count(w);
     dt_weights_close(w);
     if (h.width > 1 << 24 || h.layers > GPT_MAX_LAYERS ||
@@ -571,6 +645,7 @@ static inline gpt_config gpt_config_from(dt_ctx *ctx, const char *path) {
             h.width, h.heads);
         return none;
     }
+    if (dt_error(ctx) != DT_OK) return none;
     if (h.version)
         return (gpt_config){ .layers = h.layers,
             .width = h.width,
@@ -720,17 +795,26 @@ static inline void gpt_write_deepseek(dt_json_out *o, const gpt_config *c) {
     dt_json_put_string(o, "hidden_act", "silu");
     dt_json_put_bool(o, "attention_bias", 0);
     dt_json_put_bool(o, "norm_topk_prob", !c->raw_gates);
-    dt_json_put_number(o, "routed_scaling_factor", c->gate_scale > 0 ? c->gate_scale : 1);
+    dt_json_put_float(o, "routed_scaling_factor", c->gate_scale > 0 ? c->gate_scale : 1);
     dt_json_put_string(o, "scoring_func", "sigmoid");
     dt_json_put_string(o, "topk_method", "noaux_tc");
     dt_json_put_bool(o, "rope_interleave", 1);
-    dt_json_put_string(o, "bos_token_id", NULL);
-    dt_json_put_string(o, "eos_token_id", NULL);
     double theta = c->theta > 0 ? c->theta : 10000, scalar = c->parts.query_scalar, all = 0;
     if (scalar > 0 && c->parts.rope.kind == DT_ROPE_YARN)
         all = (pow((c->mla.nope_dim + c->mla.rope_dim) / scalar, 0.25) - 1) /
               (0.1 * log(c->parts.rope.factor));
     gpt_write_rope(o, "rope_parameters", theta, c->parts.rope, all);
+}
+
+/* Writes the id of a token, or null if the model has none. Without the key transformers would use
+   its default id, which is right only for the default vocabulary. */
+static inline void gpt_write_token(
+    dt_json_out *o, const char *key, int token, const gpt_config *c) {
+    int usual = !gpt_is_deepseek(*c) && c->vocab == (c->arch == GPT_LLAMA ? 32000 : 50257);
+    if (token)
+        dt_json_put_int(o, key, token - 1);
+    else if (!usual)
+        dt_json_put_string(o, key, NULL);
 }
 
 static inline void gpt_write_config(dt_json_out *o, const gpt_config *c) {
@@ -760,22 +844,18 @@ static inline void gpt_write_config(dt_json_out *o, const gpt_config *c) {
     dt_json_put_string(o, "torch_dtype", types[c->dtype]);
     dt_json_put_int(o, "vocab_size", c->vocab);
     dt_json_put_bool(o, "tie_word_embeddings", c->tied);
+    gpt_write_token(o, "bos_token_id", c->bos_token, c);
+    gpt_write_token(o, "eos_token_id", c->eos_token, c);
     if (deepseek) {
         gpt_write_deepseek(o, c);
         return;
     }
     for (int i = 0; i < 6; i++)
         if (llama || i != 3) dt_json_put_int(o, keys[llama][i], sizes[i]);
-    /* without these keys transformers would use its default ids, which are valid only for the
-       default vocabulary */
-    if (c->vocab != (llama ? 32000 : 50257)) {
-        dt_json_put_string(o, "bos_token_id", NULL);
-        dt_json_put_string(o, "eos_token_id", NULL);
-    }
     if (mixtral) {
         dt_json_put_int(o, "num_local_experts", c->experts);
         dt_json_put_int(o, "num_experts_per_tok", gpt_top_k(*c));
-        dt_json_put_number(o, "router_aux_loss_coef", c->balance);
+        dt_json_put_float(o, "router_aux_loss_coef", c->balance);
         if (!c->parts.window) dt_json_put_string(o, "sliding_window", NULL);
     }
     if (llama) {
@@ -848,33 +928,44 @@ static inline int gpt_is_ignored(const gpt *m, const char *name) {
     return m->config.tied && strcmp(name, "lm_head.weight") == 0;
 }
 
+/* Returns 1 if transformers has files of such a model. Else returns 0 and writes the reason into
+   `why`, if it is not NULL. */
+static inline int gpt_has_files(const gpt_config *c, char *why, size_t bytes) {
+    const char *reason = NULL;
+    int deepseek = gpt_is_deepseek(*c);
+    if (c->mtp && !c->mla.kv_rank)
+        reason = "of models with multi-token prediction only those of DeepSeek-V3 have files, and "
+                 "they have latent attention";
+    else if (c->mla.kv_rank && !deepseek)
+        reason = "of models with latent attention only those of DeepSeek-V3 have files: a MoE "
+                 "model needs the sigmoid route, shared experts, and experts in every layer after "
+                 "the first dense ones";
+    else if (c->experts && !deepseek && !gpt_is_mixtral(*c))
+        reason = "of MoE models only those of Mixtral (a Llama whose layers all have experts, "
+                 "without shared experts and without a router bias) and of DeepSeek-V3 (with "
+                 "latent attention) have files";
+    else if (c->arch == GPT_GPT2 && c->kv_heads != c->heads)
+        reason = "GPT-2's files have one key head per query head";
+    else if (c->arch == GPT_LLAMA && !gpt_file_has_parts(c))
+        reason = "no model of transformers has this combination of config.parts";
+    if (reason && why) snprintf(why, bytes, "%s", reason);
+    return reason == NULL;
+}
+
 /* Checks, before any tensor is read or written, that the file's format and header allow this
    model. */
 static inline dt_status gpt_load_fits(gpt *m, const char *path, dt_llmc h, int writing) {
     gpt_config c = m->config;
-    if ((c.experts || c.mla.kv_rank || c.mtp) &&
-        (h.version || !(gpt_is_deepseek(c) || gpt_is_mixtral(c))))
-        return dt_fail(m->ctx, DT_ERR_UNSUPPORTED,
-            "%s: of MoE models only those of Mixtral (a Llama whose layers all have experts, "
-            "without "
-            "shared experts and without a router bias) and DeepSeek-V3 have weight files",
-            path);
-    if (c.arch == GPT_LLAMA && !gpt_file_has_parts(&c))
-        return dt_fail(m->ctx, DT_ERR_UNSUPPORTED,
-            "%s: no model of transformers has this combination of config.parts; %s is the nearest",
-            path, gpt_model_types[gpt_file_model(&c)]);
+    char why[300];
+    if (!gpt_has_files(&c, why, sizeof why))
+        return dt_fail(m->ctx, DT_ERR_UNSUPPORTED, "%s: %s", path, why);
     if (c.base && writing)
         return dt_fail(m->ctx, DT_ERR_UNSUPPORTED,
             "%s: the weights are stored as %s, which weight files do not have", path,
             dt_quant_name(c.base));
-    if (!h.version && (c.arch == GPT_LLAMA || c.kv_heads == c.heads)) return DT_OK;
-    if (!h.version)
-        return dt_fail(m->ctx, DT_ERR_IO,
-            "%s: GPT-2's files have a key for each query head; this model has %d and %d", path,
-            c.kv_heads, c.heads);
+    if (!h.version) return DT_OK;
     if (c.arch == GPT_GPT2 && c.tied && h.layers == c.layers && h.width == c.width &&
-        h.heads == c.heads && c.kv_heads == c.heads && c.ffn == 4 * c.width && h.seq == c.seq &&
-        h.vocab == c.vocab)
+        h.heads == c.heads && c.ffn == 4 * c.width && h.seq == c.seq && h.vocab == c.vocab)
         return DT_OK;
     return dt_fail(m->ctx, DT_ERR_IO,
         "%s: a tied GPT-2 of %d layers, width %d, %d heads, seq %d, vocab %d; the model "
@@ -954,6 +1045,13 @@ static inline void gpt_file_location(gpt *m, const dt_tensor *param, dt_weight_m
         place);
 }
 
+/* Returns 1 if a checkpoint that was written with gpt_file_location is a model that transformers
+   and gpt_load can read, so that a config.json belongs beside it. A checkpoint of a MoE model has
+   dt's names, and one of LoRA has the adapters and maybe a quantised base. */
+static inline int gpt_checkpoint_is_model(const gpt_config *c) {
+    return !c->experts && !c->lora.rank && gpt_has_files(c, NULL, 0);
+}
+
 /* Returns the text of config.json. The caller frees it: dt_free(ctx, DT_MEM_HOST, text,
    strlen(text) + 1). */
 static inline char *gpt_config_text(gpt *m) {
@@ -1024,8 +1122,8 @@ static inline dt_status gpt_export(gpt *m, dt_zero *zero, const char *path) {
     if (llmc) out.kind.llmc = gpt_llmc(m);
     if (llmc && !out.kind.llmc.version)
         return dt_fail(m->ctx, DT_ERR_UNSUPPORTED,
-            "%s: llm.c's models are tied GPT-2 "
-            "with a feed-forward of 4 times the width, in f32 or bf16",
+            "%s: llm.c's models are tied GPT-2 with a feed-forward of 4 times the width, in f32 or "
+            "bf16",
             path);
     if (gpt_load_fits(m, path, out.kind.llmc, 1) != DT_OK) return dt_error(m->ctx);
     if (!llmc && gpt_path_beside(m->ctx, name, sizeof name, path, "model.safetensors") != 0)

@@ -11,6 +11,9 @@
        gpt_lora_export(&m, zero, "adapter", "model");   // every rank; the adapters alone
        gpt_lora_merge(&m);                  // or: add them to the weights, then gpt_export
 
+   An adapter with use_rslora (arXiv:2312.03732) scales its output by alpha / sqrt(rank) instead of
+   alpha / rank. It is read as one with alpha sqrt(rank), which is the same function.
+
    GPT-2's q, k and v are one module of PEFT, c_attn, with one matrix A. gpt.h has one adapter for
    each, so adapters of these modules cannot be exchanged with PEFT, and both directions refuse
    them. */
@@ -66,8 +69,8 @@ static inline void gpt_lora_key_unset(dt_json *j, const char *key) {
 
 static inline void gpt_lora_read_config(dt_json *j, gpt_lora *l, int arch) {
     static const char *const unset[] = { "rank_pattern", "alpha_pattern", "modules_to_save",
-        "layers_to_transform", "layer_replication", "use_dora", "use_rslora", "use_qalora",
-        "use_bdlora", "lora_bias", "target_parameters", "trainable_token_indices" };
+        "layers_to_transform", "layer_replication", "use_dora", "use_qalora", "use_bdlora",
+        "lora_bias", "target_parameters", "trainable_token_indices" };
     if (dt_json_kind_of(j, 0) != DT_JSON_OBJECT) {
         dt_json_fail(j, 0, "an object is needed");
         return;
@@ -77,6 +80,7 @@ static inline void gpt_lora_read_config(dt_json *j, gpt_lora *l, int arch) {
     for (size_t i = 0; i < sizeof unset / sizeof *unset; i++) gpt_lora_key_unset(j, unset[i]);
     l->rank = gpt_key_int(j, "r", 0, 1 << 20);
     l->alpha = gpt_key_number(j, 0, "lora_alpha", l->rank);
+    if (gpt_key_bool(j, "use_rslora", 0)) l->alpha *= sqrt((double)l->rank);
     int list = gpt_key(j, 0, "target_modules", 1);
     if (list >= 0 && dt_json_kind_of(j, list) != DT_JSON_ARRAY)
         dt_json_fail(j, list, "target_modules: a list of names is needed");
@@ -90,17 +94,26 @@ static inline void gpt_lora_read_config(dt_json *j, gpt_lora *l, int arch) {
     }
 }
 
+/* Reads adapter_config.json into *l. If `base` is not NULL, writes the name of the model that the
+   adapter was made for into it, an empty string if the file does not have it. */
+static inline void gpt_lora_read(
+    dt_ctx *ctx, const char *folder, int arch, gpt_lora *l, char *base, size_t base_bytes) {
+    char name[4096];
+    size_t bytes = 0;
+    if (gpt_path_beside(ctx, name, sizeof name, folder, "adapter_config.json") != 0) return;
+    char *text = dt_file_read(ctx, name, 1 << 24, &bytes);
+    dt_json *j = text ? dt_json_parse(ctx, name, text, bytes) : NULL;
+    const char *made_for = dt_json_string(j, dt_json_find(j, 0, "base_model_name_or_path"), NULL);
+    if (j) gpt_lora_read_config(j, l, arch);
+    if (base) snprintf(base, base_bytes, "%s", made_for ? made_for : "");
+    dt_json_free(j);
+    if (text) dt_free(ctx, DT_MEM_HOST, text, bytes + 1);
+}
+
 /* Returns the rank, alpha and modules of the adapter in a folder; the rank is 0 after a failure. */
 static inline gpt_lora gpt_lora_from(dt_ctx *ctx, const char *folder, int arch) {
     gpt_lora l = { .rank = 0 }, none = l;
-    char name[4096];
-    size_t bytes = 0;
-    if (gpt_path_beside(ctx, name, sizeof name, folder, "adapter_config.json") != 0) return none;
-    char *text = dt_file_read(ctx, name, 1 << 24, &bytes);
-    dt_json *j = text ? dt_json_parse(ctx, name, text, bytes) : NULL;
-    if (j) gpt_lora_read_config(j, &l, arch);
-    dt_json_free(j);
-    if (text) dt_free(ctx, DT_MEM_HOST, text, bytes + 1);
+    gpt_lora_read(ctx, folder, arch, &l, NULL, 0);
     return dt_error(ctx) == DT_OK ? l : none;
 }
 
@@ -156,11 +169,37 @@ static inline dt_status gpt_lora_fits(const gpt *m, const char *folder) {
     return DT_OK;
 }
 
-/* Loads the adapters. Each rank reads its local slices. The error names the file, and the first
-   tensor that is missing or has another shape; of tensors that the model does not have it gives the
-   number. */
+/* Writes "; this adapter was made for 'NAME'" into `out`, or nothing if the file has no name. */
+static inline void gpt_lora_made_for(gpt *m, const char *folder, char *out, size_t bytes) {
+    char base[256] = "";
+    gpt_lora l;
+    gpt_lora_read(m->ctx, folder, m->config.arch, &l, base, sizeof base);
+    snprintf(out, bytes, *base ? "; this adapter was made for '%s'" : "%s", base);
+}
+
+/* Fails if the file does not have the tensor `name` in this shape: the adapter belongs to another
+   base. */
+static inline dt_status gpt_lora_check(
+    gpt *m, const dt_weights *w, const char *name, dt_shape shape, const char *folder) {
+    const dt_weight *t = dt_weights_get(w, dt_weights_find(w, name));
+    char made_for[300], has[64] = "is not in the file";
+    if (t && t->shape.nd == 2 && t->shape.d[0] == shape.d[0] && t->shape.d[1] == shape.d[1])
+        return DT_OK;
+    if (t && t->shape.nd == 2)
+        snprintf(has, sizeof has, "has the shape (%lld,%lld)", (long long)t->shape.d[0],
+            (long long)t->shape.d[1]);
+    else if (t)
+        snprintf(has, sizeof has, "has %d dimensions", t->shape.nd);
+    gpt_lora_made_for(m, folder, made_for, sizeof made_for);
+    return dt_fail(m->ctx, DT_ERR_IO, "%s: '%s' %s; the model needs (%lld,%lld)%s", folder, name,
+        has, (long long)shape.d[0], (long long)shape.d[1], made_for);
+}
+
+/* Loads the adapters. Each rank reads its local slices. The error names the file, the base that the
+   adapter was made for, and the first tensor that is missing or has another shape; of tensors that
+   the model does not have it gives the number. */
 static inline dt_status gpt_lora_load(gpt *m, const char *folder) {
-    char name[4096];
+    char name[4096], made_for[300] = "";
     if (gpt_lora_fits(m, folder) != DT_OK ||
         gpt_path_beside(m->ctx, name, sizeof name, folder, "adapter_model.safetensors") != 0)
         return dt_error(m->ctx);
@@ -171,14 +210,18 @@ static inline dt_status gpt_lora_load(gpt *m, const char *folder) {
             if (!gpt_is_lora(r) || !gpt_has_param(m->config, r, i)) continue;
             dt_weight_map p = gpt_lora_location(m, r, i);
             p.part[0].name = p.name[0];
-            loaded += dt_weights_find(w, p.name[0]) >= 0;
+            if (gpt_lora_check(m, w, p.name[0], p.shape, folder) != DT_OK) break;
+            loaded++;
             /* NULL if it is on another rank's stage */
             if (*gpt_slot(m, r, i)) dt_weights_load(w, *gpt_slot(m, r, i), p.columns, p.part, 1);
         }
-    if (w && dt_error(m->ctx) == DT_OK && loaded != count)
+    if (w && dt_error(m->ctx) == DT_OK && loaded != count) {
+        gpt_lora_made_for(m, folder, made_for, sizeof made_for);
         dt_fail(m->ctx, DT_ERR_IO,
-            "%s: %d of its %d tensors are adapters of this model of %d layers: it has another base",
-            name, loaded, count, m->config.layers);
+            "%s: %d of its %d tensors are adapters of this model of %d layers: it has another "
+            "base%s",
+            name, loaded, count, m->config.layers, made_for);
+    }
     dt_weights_close(w);
     return dt_error(m->ctx);
 }

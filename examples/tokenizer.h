@@ -27,7 +27,8 @@
    These are errors: a file with another model, normalizer, pre-tokenizer, post-processor or
    decoder, or with another regex; options of a supported one that change the ids and are not listed
    here; a vocabulary without one of the 256 bytes; a merge whose parts or result are no tokens; an
-   id that two tokens have. The error text has the file's name and the position. `truncation` and
+   id that two tokens have. The error text has the file's name and the position. As in the package,
+   ids may have gaps: an id in a gap is never encoded, and tok_decode fails for it. `truncation` and
    `padding` are ignored. Letters and numbers are those of Unicode 16, and NFC is that of Unicode 9,
    as in version 0.23 of the package, which made unicode_tables.h.
 
@@ -326,7 +327,8 @@ static inline void tok_unicode_make(tok *t) {
    if they have a composition and no mark between them has the same class or a higher one:
 
        e + dot below + acute   --> dot below has class 220 and acute 230
-       e-acute + dot below     --> e, acute, dot below --> e, dot below, acute --> e-dot-below, acute
+       e-acute + dot below     --> e, acute, dot below
+                               --> e, dot below, acute --> e-dot-below, acute
 
    A segment begins at each code point that cannot change with those before it. */
 
@@ -1007,8 +1009,15 @@ static inline void tok_read_post(tok *t, const dt_json *j, int node) {
 }
 
 static inline void tok_read(tok *t, const dt_json *j) {
-    int decoder = dt_json_find(j, 0, "decoder");
+    int decoder = dt_json_find(j, 0, "decoder"), model = dt_json_find(j, 0, "model");
     if (dt_json_kind_of(j, 0) != DT_JSON_OBJECT) dt_json_fail(j, 0, "an object is needed");
+    int words = dt_json_find(j, 0, "pre_tokenizer");
+    int is_level = tok_is(j, words, "ByteLevel") || tok_is(j, words, "Sequence");
+    if (tok_flag(j, model, "byte_fallback", 0) && !is_level)
+        dt_json_fail(j, words < 0 ? model : words,
+            "a tokenizer in the style of sentencepiece (byte_fallback), as Llama 2's, Mistral's "
+            "and "
+            "Gemma's, is not supported; byte-level BPE is, as GPT-2's, Llama 3's and Qwen's");
     if (!tok_is_absent(j, decoder) && !tok_is(j, decoder, "ByteLevel"))
         dt_json_fail(j, decoder, "decoder %s is not supported; ByteLevel is", tok_type(j, decoder));
     tok_unicode_make(t);
@@ -1041,11 +1050,20 @@ static inline tok *tok_new(dt_ctx *ctx) {
     return t;
 }
 
+/* Returns 1 if the file is tokenizer.model, a protobuf: it begins with field 1, the first piece,
+   and its length, and the piece begins with field 1, its text. JSON begins with white space or
+   '{'. */
+static inline int tok_is_sentencepiece(const char *text, size_t bytes) {
+    return bytes > 3 && text[0] == '\n' && text[2] == '\n' && !strchr(" \t\r\n{", text[1]);
+}
+
 /* Reads a tokenizer.json. Returns NULL after a failure: DT_ERR_IO and what is wrong where. */
 static inline tok *tok_open(dt_ctx *ctx, const char *path) {
     size_t bytes = 0;
     char *text = dt_file_read(ctx, path, TOK_MAX_FILE, &bytes);
-    dt_json *j = text ? dt_json_parse(ctx, path, text, bytes) : NULL;
+    if (text && tok_is_sentencepiece(text, bytes))
+        dt_fail(ctx, DT_ERR_IO, "%s: a model of sentencepiece; tokenizer.json is needed", path);
+    dt_json *j = text && dt_error(ctx) == DT_OK ? dt_json_parse(ctx, path, text, bytes) : NULL;
     tok *t = j ? tok_new(ctx) : NULL;
     if (t) tok_read(t, j);
     dt_json_free(j);
@@ -1292,9 +1310,10 @@ static inline const char *tok_decode(
 
 // ==== Training ===================================================================================
 
-/* Trains byte-level BPE with GPT-2's regex as the package's BpeTrainer does: the pair of tokens that
-   occurs most often in the words becomes a token, until the vocabulary is full. Of pairs with the
-   same count the one with the smallest ids is first. Texts are those of the byte-level alphabet.
+/* Trains byte-level BPE with GPT-2's regex as the package's BpeTrainer does: the pair of tokens
+   that occurs most often in the words becomes a token, until the vocabulary is full. Of pairs with
+   the same count the one with the smallest ids is first. Texts are those of the byte-level
+   alphabet.
 
    A heap has the pairs with their counts and with the words that they occur in. The counts fall
    while merges change the words, so the pair at the top may have to go back with its new count. */

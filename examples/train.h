@@ -912,7 +912,7 @@ static inline void train_checkpoint_open(
     s->list[0] = (dt_extra_state){ "samples", &s->samples, 1 };
     s->list[1] = (dt_extra_state){ "tokens", &s->tokens, 1 };
     if (c->dry || (!c->save && !c->resume)) return;
-    if (!model->config.experts) s->model_config = gpt_config_text(model);
+    if (gpt_checkpoint_is_model(&model->config)) s->model_config = gpt_config_text(model);
     s->checkpoint = dt_checkpoint_open(optimizer, (dt_checkpoint_desc){ .dir = c->save,
                                                       .keep = c->keep,
                                                       .background = c->background,

@@ -1871,11 +1871,23 @@ static void resolve_lora(value *v, gpt_config *c) {
     if (v[O_MERGE].number && !v[O_SAVE_MODEL].text) refuse("--merge on needs --save-model DIR");
 }
 
+/* Unless the file of --model names them, takes the tokens that begin and end a text from the
+   tokenizer: those of GPT-2 and of tokenizers that dt trains, or those of Llama 3. */
+static void set_text_tokens(gpt_config *c) {
+    const tok *t = tokenizer.tok;
+    if (!t || c->bos_token || c->eos_token) return;
+    c->bos_token = c->eos_token = 1 + tok_id(t, "<|endoftext|>");
+    if (c->eos_token) return;
+    c->bos_token = 1 + tok_id(t, "<|begin_of_text|>");
+    c->eos_token = 1 + tok_id(t, "<|end_of_text|>");
+}
+
 static gpt_config resolve_model(value *v) {
     static const dt_dtype dtypes[] = { DT_F32, DT_BF16, DT_F16, DT_F64 };
     open_tokenizer(v);
     gpt_config c = v[O_MODEL].text ? model_of_file(v) : model_of_options(v);
     check_tokenizer(v, c.vocab);
+    set_text_tokens(&c);
     c.dtype = dtypes[int_of(v, O_DTYPE)];
     c.dropout = v[O_DROPOUT].number;
     c.smoothing = v[O_LABEL_SMOOTHING].number;
@@ -2301,10 +2313,8 @@ static void resolve_sharding(const value *v, dt_mesh_desc mesh, gpt_config *m) {
             "--base %s --tp %d: a row of --width %d or --ffn %d has no whole number of blocks of "
             "64 on each rank",
             v[O_BASE].text, mesh.tp, m->width, m->ffn);
-    if (v[O_SAVE_MODEL].text && m->experts && !gpt_is_mixtral(*m) && !gpt_is_deepseek(*m))
-        refuse("--save-model: other programs' formats do not have these MoE layers, only those of "
-               "Mixtral (--arch llama, --moe-every 1, --shared-experts 0, --router-bias 0) and of "
-               "DeepSeek-V3 (--mla, --route sigmoid, --shared-experts); or use --save");
+    if (v[O_SAVE_MODEL].text && !gpt_has_files(m, why, sizeof why))
+        refuse("--save-model: %s; or use --save, whose checkpoints hold any model", why);
 }
 
 /* Reads a --partition that is a list: the number of half layers of each stage. A half layer is the
@@ -3070,10 +3080,6 @@ static void check_outputs(const value *v, const train_config *c) {
     train_files_free(&models);
     if (!v[O_DRY_RUN].number) check_save(v);
     if (!folder) return;
-    if (c->model.arch == GPT_GPT2 && c->model.kv_heads != c->model.heads)
-        refuse(
-            "--save-model: GPT-2's files have one key head per query head; leave --kv-heads out, "
-            "or use --arch llama");
     for (int i = 0; c->model.lora.rank && !c->merge && i < GPT_LORA_MODULES; i++)
         if (c->model.lora.modules >> i & 1 && !gpt_lora_file_name(c->model.arch, i))
             refuse(

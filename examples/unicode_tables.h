@@ -141,9 +141,9 @@ static const uint32_t unicode_seconds[] = {
     119150, 119151, 119152, 119153, 119154,
 };
 
-/* Canonical decompositions, in runs of consecutive code points: the first one, their number, and for
-   each a word: the first code point in 18 bits, the index of the second one in 13 bits, and in the
-   highest bit whether NFC composes the two. */
+/* Canonical decompositions, in runs of consecutive code points: the first one, their number, and
+   for each a word: the first code point in 18 bits, the index of the second one in 13 bits, and in
+   the highest bit whether NFC composes the two. */
 static const uint32_t unicode_decompositions[] = {
     192, 6, 2147745857, 2148008001, 2148270145, 2148532289, 2148794433, 2149056577, 199, 9,
     2149318723, 2147745861, 2148008005, 2148270149, 2148794437, 2147745865, 2148008009,

@@ -129,8 +129,8 @@ table("uint16_t", "unicode_classes", classes(), "Canonical combining classes abo
 marks, runs = decompositions()
 table("uint32_t", "unicode_seconds", marks, "Second code points of decompositions; the first entry means none.")
 table("uint32_t", "unicode_decompositions", runs,
-      "Canonical decompositions, in runs of consecutive code points: the first one, their number, and for\n   each a word: "
-      "the first code point in 18 bits, the index of the second one in 13 bits, and in the\n   highest bit whether NFC "
+      "Canonical decompositions, in runs of consecutive code points: the first one, their number, and\n   for each a word: "
+      "the first code point in 18 bits, the index of the second one in 13 bits, and in\n   the highest bit whether NFC "
       "composes the two.")
 print("#endif /* UNICODE_TABLES_H */")
 print(f"letters {len(letters)}, numbers {len(numbers)}, spaces {len(spaces)}, seconds {len(marks)}, words {len(runs)}, "

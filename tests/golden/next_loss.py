@@ -1,4 +1,4 @@
-"""next_loss.py TEXT SEQ FIRST COUNT DIR... - prints transformers' loss of each checkpoint that train_gpt has saved
+"""next_loss.py TEXT SEQ FIRST COUNT DIR... - prints transformers' loss of each checkpoint or model that train_gpt has saved
 
 The loss of COUNT sequences of SEQ bytes each, from number FIRST on, as train_gpt reads them from TEXT; "none" for a
 folder that cannot be loaded."""
@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM
 
 
 def loss(folder, ids, labels):
-    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    # the fused products of experts do not take float64
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, experts_implementation="eager")
     assert not info["missing_keys"] and not info["unexpected_keys"], info
     with torch.no_grad():
         logits = model.double().eval()(ids).logits

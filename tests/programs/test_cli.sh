@@ -111,7 +111,12 @@ for x in 0 -1 1.5 on ''; do try 2 'expert-tp' --experts 2 --expert-tp "$x"; done
 try 2 'top-k 3 of --experts 2; use --top-k 2' --experts 2 --top-k 3
 for x in 0 -4 4.5 many ''; do try 2 'experts' --experts "$x"; done
 for x in 0 -1 nan dropful ''; do try 2 'capacity' --capacity "$x" --experts 2; done
-try 2 'save-model: other programs. formats do not have these MoE layers, only those of Mixtral' --experts 2 --save-model "$dir/none"
+try 2 'save-model: of MoE models only those of Mixtral' --experts 2 --save-model "$dir/none"
+try 2 'save-model: of models with multi-token prediction only those of DeepSeek-V3' --arch llama --mtp 1 --save-model "$dir/none"
+try 2 'save-model: of models with multi-token prediction' --arch llama --mtp 1 --lora 2 --save-model "$dir/none"
+try 2 'save-model: of models with latent attention only .* needs the sigmoid route' --arch llama --mla 0:8:8:4:8 --experts 4 \
+    --save-model "$dir/none"
+try 2 'save-model: GPT-2.s files have one key head per query head' --kv-heads 1 --save-model "$dir/none"
 try 2 'experts 2: the model in .* has dense; leave --experts out' --experts 2 --model tests/golden/hf_gpt2
 try 2 '3 groups do not divide --experts 4; use 2:1$' --experts 4 --expert-groups 3:1
 try 2 '1 groups of 2 experts have fewer than --top-k 4; use 4:2$' --experts 8 --top-k 4 --expert-groups 4:1
@@ -252,6 +257,16 @@ report $? "--print-config has the tokenizer and its size"
 try 0 '' $tiny --data "$dir/shard" --tokenizer $t/gpt2.json --generate 5
 grep -q '122 tokens' "$dir/out"
 report $? "token shards are not encoded again"
+for x in "gpt2 0 0" "llama3 330 333"; do # the ids that begin and end a text
+    rm -rf "$dir/ids"
+    try 0 '' $tiny --data "$dir/text" --tokenizer "$t/${x%% *}.json" --save-model "$dir/ids"
+    grep -o '"[be]os_token_id":[0-9a-z]*' "$dir/ids/config.json" | tr -dc '0-9\n' | xargs >"$dir/got"
+    [ "${x#* }" = "$(cat "$dir/got")" ]
+    report $? "config.json has the ids of ${x%% *}.json that begin and end a text: $(cat "$dir/got"), not ${x#* }"
+    try 0 '' --data "$dir/text" --tokenizer "$t/${x%% *}.json" --model "$dir/ids" --steps 1 --batch 4 --save-model "$dir/ids_2"
+    grep -o '"[be]os_token_id":[0-9a-z]*' "$dir/ids_2/config.json" | tr -dc '0-9\n' | xargs | cmp -s "$dir/got"
+    report $? "and the model that is read from it, too"
+done
 try 2 'tokenizer .*llama3.json has 334 token ids, but --vocab is 300; use --vocab 334$' --data "$dir/text" --tokenizer $t/llama3.json --vocab 300
 try 0 '' $tiny --data "$dir/text" --tokenizer $t/llama3.json --vocab 400 --generate 20 --quiet
 try 2 'has 331 token ids, but the model in .* has a vocabulary of 61$' --model $g/hf_gpt2 --data "$dir/text" --tokenizer $t/gpt2.json
@@ -471,6 +486,40 @@ for kind in "gpt2 --tie on" "gpt2 --tie off" "llama --kv-heads 1" "gpt2 --tie of
     grep -q '"eos_token_id":null' "$dir/saved/config.json"
     report $? "$kind: a vocabulary of bytes has no end-of-text token"
 done
+# mixtures: the model of --save-model has the validation loss of the run
+head -c 900 "$dir/text" >"$dir/val"
+common="--data $dir/text --val $dir/val --seq 16 --batch 4"
+for kind in "mixtral --kv-heads 1" "deepseek_v3 --mla 6:8:8:4:8 --route sigmoid --shared-experts 1 --moe-ffn 8 --first-dense 1 \
+    --expert-groups 2:1 --router-bias 0.01 --mtp 1"; do
+    for layout in "--dp 2 --ep 2 --zero 1" "--tp 2 --pp 2 --micro-batch 2"; do
+        moe="--layers 2 --width 16 --heads 2 --arch llama --experts 4 --lr 1e-2 --steps 3"
+        rm -rf "$dir/moe"
+        try 0 '' $moe ${kind#* } $layout --save-model "$dir/moe" --log-csv "$dir/moe.csv"
+        grep -q "\"model_type\":\"${kind%% *}\"" "$dir/moe/config.json"
+        report $? "the model is of the type ${kind%% *}: $(cat "$dir/moe/config.json")"
+        try 0 '' --model "$dir/moe" --steps 1 --lr 0 $layout --log-csv "$dir/again.csv"
+        [ -n "$(tail -n 1 "$dir/moe.csv" | cut -d, -f18)" ] &&
+            [ "$(tail -n 1 "$dir/moe.csv" | cut -d, -f18)" = "$(tail -n 1 "$dir/again.csv" | cut -d, -f18)" ]
+        report $? "${kind%% *} $layout: validation loss $(tail -n 1 "$dir/moe.csv" | cut -d, -f18), and of its file \
+$(tail -n 1 "$dir/again.csv" | cut -d, -f18)"
+    done
+done
+# what --model takes for no model: adapters, checkpoints that are none, PyTorch's files
+try 0 '' $tiny --arch llama --lora 2 --save "$dir/lora" --save-model "$dir/adapter"
+[ -f "$dir/lora/step-3/model.safetensors" ] && [ ! -e "$dir/lora/step-3/config.json" ]
+report $? "a checkpoint of LoRA has no config.json"
+try 2 'model: .*lora/step-3: a checkpoint of a LoRA run, not a model: continue it with --resume' --model "$dir/lora/step-3"
+try 2 'model: .*adapter: an adapter of PEFT, not a model: give its base to --model' --model "$dir/adapter"
+try 2 'model: .*adapter_model.safetensors: an adapter of PEFT' --model "$dir/adapter/adapter_model.safetensors"
+try 0 '' $tiny --experts 2 --save "$dir/moe_steps"
+try 2 'model: .*moe_steps/step-3: a checkpoint of a MoE model' --model "$dir/moe_steps/step-3"
+mkdir "$dir/torch"
+printf 'PK\3\4and the rest' >"$dir/torch/pytorch_model.bin"
+try 2 'model: .*torch: the folder has only a PyTorch file, pytorch_model.bin; convert it to safetensors' --model "$dir/torch"
+try 2 'pytorch_model.bin: a PyTorch file; convert it to safetensors' --model "$dir/torch/pytorch_model.bin"
+printf '\200\2and the rest' >"$dir/torch/pytorch_model.bin"
+try 2 'pytorch_model.bin: a PyTorch file; convert it to safetensors' --model "$dir/torch/pytorch_model.bin"
+common=
 try 2 'save-model .*' $tiny --data "$dir/text" --save-model "$dir/text"
 try 2 'save-model no/such/dir/m' $tiny --data "$dir/text" --save-model no/such/dir/m
 [ "$("$B/train_gpt" $tiny --data "$dir/text" --generate 20 --quiet | wc -c)" = 20 ]

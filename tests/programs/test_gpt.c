@@ -776,7 +776,7 @@ static void models_that_do_not_fit(void) {
         { "hf_gpt2", "h.2.ln_1.weight", gpt2 },
         { "hf_gpt2", "h.1.", gpt2 },
         { "hf_gpt2", "wte.weight", gpt2 },
-        { "hf_gpt2", "key for each query", gpt2 },
+        { "hf_gpt2", "one key head per query", gpt2 },
         { "hf_gpt2", "lm_head.weight", gpt2 },
         { "hf_llama", "k_proj", llama },
         { "hf_llama", "gate_proj", llama },
@@ -1264,6 +1264,34 @@ static void activation_formula(void) {
             }
 }
 
+/* The FLOPs of GPT-2 small and of Llama 3 8B and changes of it, counted by hand: elements of the
+   matrices, then attention. */
+static void flops(gpt_config small, gpt_config llama) {
+    double layer = 2.0 * 4096 * 4096 + 2.0 * 1024 * 4096, mlp = 3.0 * 14336 * 4096,
+           head = 128256.0 * 4096, attention = 12.0 * 4096 * 4096;
+    CHECK(gpt_flops_per_token(small) ==
+          6.0 * (12 * 12 * 768 * 768 + 50257 * 768) + 12.0 * 12 * 768 * 1024);
+    CHECK(gpt_flops_per_token(llama) == 6 * (32 * (layer + mlp) + head) + 32 * attention);
+    gpt_config c = llama;
+    c.parts.window = 1024, c.parts.global_every = 4; /* 24 local layers, 8 global ones */
+    CHECK(gpt_flops_per_token(c) ==
+          6 * (32 * (layer + mlp) + head) + 24 * attention / 4 + 8 * attention);
+    c.parts.window = 8192; /* longer than the sequence */
+    CHECK(gpt_flops_per_token(c) == gpt_flops_per_token(llama));
+    c = llama;
+    c.lora = (gpt_lora){ .rank = 16, .modules = 1 << GPT_LORA_Q | 1 << GPT_LORA_V };
+    CHECK(gpt_flops_per_token(c) == 4 * (32 * (layer + mlp) + head) +
+                                        6 * 32.0 * 16 * (2 * 4096 + 4096 + 1024) + 32 * attention);
+    c = llama;
+    c.experts = 8, c.mtp = 1; /* a module has a layer, eh_proj, and the head again */
+    CHECK(
+        gpt_flops_per_token(c) ==
+        6 * (33 * (layer + 2 * mlp + 8.0 * 4096) + 2 * head + 2.0 * 4096 * 4096) + 33 * attention);
+    c = llama;
+    c.tied = 1;
+    CHECK(gpt_flops_per_token(c) == gpt_flops_per_token(llama));
+}
+
 static void counts(void) {
     gpt_config small = { .layers = 12,
         .width = 768,
@@ -1285,9 +1313,7 @@ static void counts(void) {
     CHECK(gpt_param_count(llama) == 6738415616); /* Llama 2 7B */
     llama.kv_heads = 8, llama.ffn = 14336, llama.vocab = 128256;
     CHECK(gpt_param_count(llama) == 8030261248); /* Llama 3 8B */
-    CHECK(gpt_flops_per_token(small) == 6.0 * (124439808 - 1024 * 768) + 12.0 * 12 * 768 * 1024);
-    CHECK(gpt_flops_per_token(llama) ==
-          6.0 * (8030261248 - 128256.0 * 4096) + 12.0 * 32 * 4096 * 4096);
+    flops(small, llama);
     /* the last config has no sizes */
     gpt_config bad[] = { small, small, small, llama, llama, { .arch = GPT_GPT2 } };
     bad[0].dropout = 1;

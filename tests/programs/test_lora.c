@@ -407,15 +407,13 @@ typedef struct refusal {
     const char *file, *text, *want;
 } refusal;
 
-/* Copies the adapter with one change of its configuration; returns the error text of loading it. */
-static void refused(const char *what, const char *from, const char *to, const char *want) {
+/* Copies the adapter with one change of its configuration, and returns the folder. */
+static const char *changed(const char *from, const char *to) {
     char path[300], *at;
     size_t size = 0;
-    dt_report report;
-    memset(&report, 0, sizeof report);
     snprintf(path, sizeof path, "%s/adapter_config.json", adapter_folder);
     char *text = (char *)golden_read_file(path, &size), *folder = folder_of("changed");
-    if (!CHECK(text && (at = strstr(text, from)) != NULL)) return;
+    if (!CHECK(text && (at = strstr(text, from)) != NULL)) return folder;
     snprintf(path, sizeof path, "%s/adapter_config.json", folder);
     FILE *f = fopen(path, "w");
     fprintf(f, "%.*s%s%s", (int)(at - text), text, to, at + strlen(from));
@@ -429,9 +427,54 @@ static void refused(const char *what, const char *from, const char *to, const ch
     fwrite(bytes, 1, size, f);
     fclose(f);
     free(bytes);
-    run r = { .model = base_folder, .adapter = folder };
+    return folder;
+}
+
+static void says(const char *what, run r, const char *want) {
+    dt_report report;
+    memset(&report, 0, sizeof report);
     CHECK_MSG(run_ranks(&r, &report) != DT_OK && strstr(report.text, want), "%s: '%s', not '%s'",
         what, report.text, want);
+}
+
+static void refused(const char *what, const char *from, const char *to, const char *want) {
+    says(what, (run){ .model = base_folder, .adapter = changed(from, to) }, want);
+}
+
+/* The scale of the adapter, alpha / rank, is alpha / sqrt(rank) with use_rslora. */
+static dt_status rslora_rank(dt_ctx *ctx, void *user) {
+    gpt_lora l = gpt_lora_from(ctx, (const char *)user, GPT_LLAMA);
+    CHECK(l.rank == 4 && l.alpha / l.rank == 6 / sqrt(4));
+    return dt_error(ctx);
+}
+
+/* The modules of multi-token prediction are frozen and have no adapters. */
+static dt_status mtp_rank(dt_ctx *ctx, void *user) {
+    gpt_config c = { .layers = 2,
+        .width = 16,
+        .heads = 2,
+        .kv_heads = 2,
+        .ffn = 24,
+        .seq = 8,
+        .vocab = 19,
+        .arch = GPT_LLAMA,
+        .mtp = 1,
+        .mtp_weight = 0.3 };
+    int adapters = 0, own = 0;
+    (void)user;
+    c.lora = (gpt_lora){ .rank = 3, .modules = gpt_lora_modules(c) };
+    gpt_register(ctx, c);
+    for (int i = 0; i < dt_param_count(ctx); i++) {
+        const dt_tensor *t = dt_param_get(ctx, i);
+        int is_adapter = strstr(t->name, ".lora_") != NULL,
+            in_module = strncmp(t->name, "h.2.", 4) == 0;
+        CHECK_MSG(t->param->desc.frozen == !is_adapter, "%s", t->name);
+        CHECK_MSG(!is_adapter || !in_module, "%s", t->name);
+        adapters += is_adapter;
+        own += in_module;
+    }
+    CHECK(adapters == 2 * 7 * 2 && own > 7);
+    return dt_error(ctx);
 }
 
 typedef struct bad_param {
@@ -469,7 +512,11 @@ static void refusals(void) {
         CHECK_MSG(strstr(report.text, bad[i].want), "'%s', not '%s'", report.text, bad[i].want);
     }
     refused("another rank", "\"r\": 4", "\"r\": 8",
-        "needs 'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight' of (8,32)");
+        "'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight' has the shape (4,32); "
+        "the model needs (8,32)");
+    says("another base", (run){ .model = folder_of("plain"), .adapter = folder_of("adapter0") },
+        "lora_A.weight' has the shape (4,32); the model needs (4,128); this adapter was made for "
+        "'tests/golden/lora/base'");
     refused("fewer modules", "\"k_proj\",", "", "it has another base");
     refused("an unknown module", "\"k_proj\"", "\"lm_head\"", "adapter_config.json:");
     refused("an unknown module", "\"k_proj\"", "\"lm_head\"", "'lm_head' is no module");
@@ -478,6 +525,16 @@ static void refusals(void) {
     refused("ranks by pattern", "\"rank_pattern\": {}", "\"rank_pattern\": {\"q_proj\": 2}",
         "rank_pattern is not supported");
     refused("biases", "\"bias\": \"none\"", "\"bias\": \"all\"", "bias all is not supported");
+    refused("other modules", "\"modules_to_save\": null", "\"modules_to_save\": [\"lm_head\"]",
+        "modules_to_save is not supported");
+    says("an adapter as a model", (run){ .model = adapter_folder }, "an adapter of PEFT");
+}
+
+static void parts(void) {
+    dt_report report;
+    char *rslora = (char *)(intptr_t)changed("\"use_rslora\": false", "\"use_rslora\": true");
+    CHECK(dt_run((dt_run_desc){ .ranks = 1, .report = &report }, rslora_rank, rslora) == DT_OK);
+    CHECK(dt_run((dt_run_desc){ .ranks = 1, .report = &report }, mtp_rank, NULL) == DT_OK);
 }
 
 int main(void) {
@@ -492,6 +549,7 @@ int main(void) {
     quantised_bases();
     not_finite();
     refusals();
+    parts();
     golden_free(vectors);
     snprintf(remove, sizeof remove, "rm -rf '%s'", scratch);
     CHECK(system(remove) == 0);

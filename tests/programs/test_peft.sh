@@ -38,6 +38,13 @@ for layout in "--ranks 1" "--ranks 4 --dp 2 --tp 2 --sp on --zero 1" "--ranks 4 
     run $layout $adam --adapter "$dir/adapter" --log-csv "$dir/csv" --save-model "$dir/trained"
     check "$layout, step 20" "$(tail -n 1 "$dir/csv" | cut -d, -f2)" "$(tail -n 1 "$dir/theirs")"
 done
+# the same with the scale of rsLoRA
+mkdir "$dir/rs"
+cp -r "$dir/base" "$dir/adapter" "$dir/rs"
+sed -i 's/"use_rslora": false/"use_rslora": true/' "$dir/rs/adapter/adapter_config.json"
+python --train "$dir/rs" "$dir/tokens" >"$dir/rs/theirs"
+run $adam --adapter "$dir/rs/adapter" --log-csv "$dir/rs/csv"
+check "use_rslora, step 20" "$(tail -n 1 "$dir/rs/csv" | cut -d, -f2)" "$(tail -n 1 "$dir/rs/theirs")"
 rm -r "$dir/adapter" && mv "$dir/trained" "$dir/adapter"
 run --ranks 4 --dp 2 --tp 2 --zero 3 --steps 1 --lr 0 --adapter "$dir/adapter" --merge on --save-model "$dir/merged" \
     --log-csv "$dir/next"

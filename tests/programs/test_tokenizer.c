@@ -427,11 +427,29 @@ static void test_file(void) {
 
 // ==== 3. Broken files ===========================================================================
 
+/* Opens a file; `says` is a part of the error text, or NULL if it can be opened. Takes `file`. */
+static void opens(const char *what, char *file, size_t bytes, const char *says) {
+    memory_fs fs;
+    memset(&fs, 0, sizeof fs);
+    memory_put(&fs, "t.json", file, bytes);
+    dt_ctx *ctx = make_ctx(&fs);
+    tok *t = tok_open(ctx, "t.json");
+    const char *error = dt_error_text(ctx);
+    CHECK_MSG((t == NULL) == (says != NULL), "%s: %s", what, error);
+    if (says)
+        CHECK_MSG(dt_error(ctx) == DT_ERR_IO && strstr(error, says) && strstr(error, "t.json"),
+            "%s: %s", what, error);
+    tok_close(t);
+    CHECK(dt_memory_used(ctx).live[DT_MEM_HOST] <= 2000);
+    dt_ctx_free(ctx);
+    memory_clear(&fs);
+    free(file);
+}
+
 /* Replaces the first `from` in a file of the golden folder by `to` and opens it. */
 static void broken(const char *name, const char *from, const char *to, const char *says) {
-    memory_fs fs;
+    char what[600];
     size_t bytes = 0, used;
-    memset(&fs, 0, sizeof fs);
     char *text = read_text(path_of(golden, name, ".json"), &bytes), *more;
     char *at = text ? strstr(text, from) : NULL;
     if (!CHECK_MSG(at != NULL, "%s has no %s", name, from)) return;
@@ -442,23 +460,34 @@ static void broken(const char *name, const char *from, const char *to, const cha
     used += strlen(to);
     memcpy(more + used, at + strlen(from), bytes - (size_t)(at - text) - strlen(from));
     used += bytes - (size_t)(at - text) - strlen(from);
-    memory_put(&fs, "t.json", more, used);
-    dt_ctx *ctx = make_ctx(&fs);
-    tok *t = tok_open(ctx, "t.json");
-    const char *error = dt_error_text(ctx);
-    CHECK_MSG((t == NULL) == (says != NULL), "%s -> %s: %s", from, to, error);
-    if (says)
-        CHECK_MSG(dt_error(ctx) == DT_ERR_IO && strstr(error, says) && strstr(error, "t.json"),
-            "%s -> %s: %s", from, to, error);
-    tok_close(t);
-    CHECK(dt_memory_used(ctx).live[DT_MEM_HOST] <= 2000);
-    dt_ctx_free(ctx);
-    memory_clear(&fs);
-    free(more);
+    snprintf(what, sizeof what, "%s -> %s", from, to);
+    opens(what, more, used, says);
     free(text);
 }
 
+/* Files of other tokenizers that people try. */
+static void other_styles(void) {
+    static const char bytes_of_model[] = "\n\016\n\005<unk>\025\0\0\0\0\030\002";
+    static const char json[] =
+        "{\"pre_tokenizer\":%s,\"decoder\":{\"type\":\"Sequence\"},\"model\":{\"type\":\"BPE\","
+        "\"byte_fallback\":true,\"vocab\":{\"<unk>\":0},\"merges\":[]}}";
+    static const char *const words[] = { "null", "{\"type\":\"Metaspace\"}" };
+    char *file = (char *)malloc(sizeof bytes_of_model);
+    memcpy(file, bytes_of_model, sizeof bytes_of_model);
+    opens("tokenizer.model", file, sizeof bytes_of_model - 1,
+        "a model of sentencepiece; tokenizer.json is needed");
+    for (int i = 0; i < 2; i++) {
+        file = (char *)malloc(400);
+        snprintf(file, 400, json, words[i]);
+        opens("Llama 2", file, strlen(file), "in the style of sentencepiece (byte_fallback)");
+    }
+    file = (char *)malloc(4);
+    memcpy(file, "\n{\n}", 4);
+    opens("JSON after a line end", file, 4, "pre_tokenizer (no type) is not supported");
+}
+
 static void test_broken(void) {
+    other_styles();
     static const char *const cases[][4] = {
         { "gpt2", "{", "", "t.json:1:" },
         { "gpt2", "\"version\"", "\"Version\"", NULL },
@@ -468,6 +497,7 @@ static void test_broken(void) {
         { "gpt2", "\"vocab\":{", "\"vocab\":[],\"x\":{", "model.vocab, an object" },
         { "gpt2", "\"merges\":[", "\"merges\":0,\"x\":[", "model.merges, an array" },
         { "gpt2", "\"!\":1,", "\"!\":2,", "another token has id 2 too" },
+        { "gpt2", "\"!\":1,", "\"!\":999,", NULL }, /* a gap, which the package accepts, too */
         { "gpt2", "\"!\":1,", "\"!\":-1,", "a whole number from 0 to" },
         { "gpt2", "\"!\":1,", "\"!\":1.5,", "a whole number from 0 to" },
         { "gpt2", "\"!\":1,", "\"!\":4194304,", "a whole number from 0 to 4194303" },
