@@ -4412,6 +4412,9 @@ static dt_status dt__read_stages(dt__schedule_reader *x, int rank) {
         int *stage = &x->stage[rank * x->desc.chunks + chunk];
         if (*stage >= 0) return dt__read_fail(x, "rank %d has its stages already", rank);
         if (!dt__scan(x, " % ", stage)) return dt__read_unknown(x, "a stage for each chunk");
+        if (*stage >= x->desc.ranks * x->desc.chunks)
+            return dt__read_fail(x, "rank %d: chunk %d is stage %d of %d, counted from 0", rank,
+                chunk, *stage, x->desc.ranks * x->desc.chunks);
         x->n_stages++;
     }
     return dt__line_ends(x) ? DT_OK : dt__read_unknown(x, "the end of the line");
@@ -4462,6 +4465,21 @@ static dt_status dt__read_lines(dt__schedule_reader *x, dt_schedule *s) {
     return DT_OK;
 }
 
+/* Fails if some ranks have a line "stages" and others do not. */
+static dt_status dt__read_stages_end(const dt__schedule_reader *x) {
+    int missing = 0;
+    dt__text list = dt__format("%s", "");
+    for (int r = 0; r < x->desc.ranks && x->n_stages > 0; r++) {
+        if (x->stage[r * x->desc.chunks] >= 0) continue;
+        if (missing < 8) dt__put(&list, "%s%d", missing ? ", " : "", r);
+        missing++;
+    }
+    if (missing == 0) return dt_error(x->ctx);
+    return dt_fail(x->ctx, DT_ERR_ARG,
+        "%s: a line 'rank R: stages ..' is missing for rank%s %s%s; all ranks need one, or none",
+        x->path, missing > 1 ? "s" : "", list.s, missing > 8 ? ", .." : "");
+}
+
 static int dt__read_stage_of(int rank, int chunk, void *user) {
     const dt__schedule_reader *x = (const dt__schedule_reader *)user;
     return x->stage[rank * x->desc.chunks + chunk];
@@ -4493,7 +4511,7 @@ dt_schedule *dt_schedule_read(dt_ctx *ctx, const char *path, dt_schedule_desc de
     if (dt_error(ctx) == DT_OK && dt__read_sizes(&x) == DT_OK) {
         dt__schedule_reader lines = x; /* the generator reads the same lines again */
         const char *slash = strrchr(path, '/');
-        dt__read_lines(&x, NULL);
+        if (dt__read_lines(&x, NULL) == DT_OK) dt__read_stages_end(&x);
         lines.stage = x.stage;
         lines.desc.name = slash ? slash + 1 : path;
         lines.desc.generate = dt__read_generate;

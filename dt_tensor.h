@@ -128,6 +128,7 @@
                 function that records one is said to fail the context (dt_fail).
                 After a failure ops do nothing and return NULL, and dt_item returns NaN. An op with
                 a NULL input returns NULL too. So a loop needs no checks: check once at the end.
+                Only reading a member of a NULL tensor, such as x->shape, crashes: use dt_dim.
      Threads    A context belongs to one thread at a time. Contexts share nothing.
      Order      Every sum has a stated order that does not depend on tiling or threads: the same
                 program gives the same bits on processors of one kind. An element of a
@@ -1426,7 +1427,7 @@ typedef struct dt_param_desc {
        other groups. */
     dt_grad_placement grad_placements[2];
     int frozen; /* 1: no gradient, no update */
-    /* 1: no weight decay; parameters with fewer than 2 dimensions have none in any case */
+    /* 1: no weight decay, and no matrix for Muon, like a parameter with fewer than 2 dimensions */
     int no_decay;
     double lr_scale; /* 0 means 1 */
     dt_dtype dtype;  /* 0 means DT_F32 */
@@ -1513,6 +1514,10 @@ DT_API dt_tensor *dt_input(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const vo
 DT_API dt_tensor *dt_place(dt_tensor *x, dt_comm *comm, dt_placement placement);
 /* [local] Returns the placement of x over a group; DT_UNPLACED if nothing is known. */
 DT_API dt_placement dt_placement_of(const dt_tensor *x, const dt_comm *comm);
+/* [local] Returns the size of dimension i of x's shape; i < 0 counts from the end, so -1 is the
+   last. Returns 0 if x is NULL. If x has no dimension i, fails the context with DT_ERR_ARG and
+   returns 0. */
+DT_API int64_t dt_dim(const dt_tensor *x, int i);
 /* [local]; for a parameter at ZeRO-3 [collective: its data group]. dt_read copies all elements of a
    tensor to host memory, dt_write copies them from host memory. Both wait for the stream. */
 DT_API dt_status dt_read(const dt_tensor *t, void *host);
@@ -1522,8 +1527,9 @@ DT_API dt_status dt_write(dt_tensor *t, const void *host);
    ([collective: the parameter's data group]), which are freed when the block ends. dt_read and
    dt_write gather a parameter in the same way. */
 DT_API void *dt_data(dt_tensor *t);
-/* [local] Returns the value of a scalar; NaN if t is NULL or its context has failed. An i64 beyond
-   2^53 is rounded; dt_read copies it exactly. Waits for the stream. */
+/* [local] Returns the value of a tensor with one element; NaN if t is NULL or its context has
+   failed. A tensor with any other number of elements fails the context with DT_ERR_ARG. An i64
+   beyond 2^53 is rounded; dt_read copies it exactly. Waits for the stream. */
 DT_API double dt_item(const dt_tensor *t);
 /* [local]; for a parameter at ZeRO-3 [collective: its data group]. Prints a tensor to the log hook:
    a line with its name, type and shape, then its values as PyTorch prints them. If there are more
@@ -1769,7 +1775,8 @@ DT_API dt_tensor *dt_group_norm(
    results of the group's ranks are partial sums (DT_PARTIAL). */
 DT_API dt_tensor *dt_embedding(dt_tensor *table, dt_tensor *ids);
 
-/* Layer normalization of x (..,C), gain (C) and bias (C); eps 0 means 1e-5. arXiv:1607.06450. */
+/* Layer normalization of x (..,C), gain (C) and bias (C) or NULL; eps 0 means 1e-5.
+   arXiv:1607.06450. */
 DT_API dt_tensor *dt_layernorm(dt_tensor *x, dt_tensor *gain, dt_tensor *bias, double eps);
 /* RMSNorm, also QK-norm, of x (..,C) with gain (C): x / sqrt(mean(x^2) + eps) * gain; eps 0 means
    1e-5. arXiv:1910.07467. QK-norm (as in Qwen 3, arXiv:2505.09388) is the RMSNorm of q and of k,
@@ -5150,9 +5157,19 @@ dt_tensor *dt_new_transient(dt_ctx *ctx, dt_dtype dtype, dt_shape shape) {
     return dt__new_output(ctx, NULL, dtype, shape, "transient tensor", 1);
 }
 
+static const char *dt__kept_name(const dt_tensor *t);
+
 /* If the data of t were dropped, fails the context and returns 1. */
 static int dt__fail_if_dropped(const char *op, const dt_tensor *t) {
     if (t->storage == DT__DEAD) {
+        const char *name = dt__kept_name(t);
+        if (name) {
+            dt_fail(t->ctx, DT_ERR_ARG,
+                "%s(%s): this tensor %s %s is gone: a later dt_keep or dt_forget of '%s' has ended "
+                "it; use the tensor that the latest dt_keep returned",
+                op, t->name, dt_dtype_name(t->dtype), dt__shape_text(t->shape).s, name);
+            return 1;
+        }
         dt__text place = t->block_index ? dt__format("block %d", t->block_index)
                                         : dt__format("a forward outside of blocks");
         dt_fail(t->ctx, DT_ERR_ARG,
@@ -6391,6 +6408,13 @@ static dt__kept *dt__kept_find(const dt_ctx *ctx, const char *name) {
     return k;
 }
 
+/* Returns the name under which dt_keep made t, or NULL if dt_keep did not make it. */
+static const char *dt__kept_name(const dt_tensor *t) {
+    const dt__kept *k = t->ctx->keep_list;
+    while (k && &k->t != t) k = k->next;
+    return k ? k->name : NULL;
+}
+
 /* Returns a struct for a tensor of this name; NULL after a failure. */
 static dt__kept *dt__kept_struct(dt_ctx *ctx, const char *name) {
     dt__kept *k = ctx->keep_list;
@@ -6823,7 +6847,10 @@ static void dt__grad_check_input(
     double *values = host, *grad = host + n;
     const dt_tensor *t = dt__owner(x);
     if (!t->grad) {
-        dt_fail(ctx, DT_ERR_ARG, "dt_grad_check(%s): the loss gives it no gradient here", x->name);
+        dt_fail(ctx, DT_ERR_ARG, "dt_grad_check(%s): %s", x->name,
+            t->param && !t->param->bucket->data
+                ? "ZeRO-3 shards it and its gradient; check it before dt_zero_make"
+                : "the loss gives it no gradient here");
         return;
     }
     if (dt__move_now(ctx, grad, t->grad, (size_t)n * sizeof *grad) != DT_OK ||
@@ -6917,7 +6944,12 @@ static double dt__item(const dt_tensor *t) {
         int64_t wide;
     } value;
     value.d = NAN;
-    if (!t || dt_count(t->shape) != 1) return NAN;
+    if (!t) return NAN;
+    if (dt_count(t->shape) != 1) {
+        dt_fail(t->ctx, DT_ERR_ARG, "dt_item(%s): %s %s has %lld elements, not 1", t->name,
+            dt_dtype_name(t->dtype), dt__shape_text(t->shape).s, (long long)dt_count(t->shape));
+        return NAN;
+    }
     if (dt__host_copy("dt_item", (dt_tensor *)t, &value, NULL) != DT_OK) return NAN;
     return dt__number(t->dtype, &value, 0);
 }
@@ -7015,7 +7047,8 @@ static dt_ctx *dt__op_context(const char *op, int n, dt_tensor *a, dt_tensor *b,
     dt_tensor *all[3] = { a, b, c };
     if (!a || (n > 1 && !b) || (n > 2 && !c)) return dt__null_input(op, a, b, c);
     dt_ctx *ctx = a->ctx;
-    if (ctx->status != DT_OK) return NULL;
+    /* opens the first tape before parameters are gathered, because that cancels gathers */
+    if (ctx->status != DT_OK || !dt__root(ctx)) return NULL;
     for (int i = 0; i < 3; i++) {
         if (!all[i]) continue;
         if (all[i]->ctx != ctx) {
@@ -7500,10 +7533,19 @@ static dt_status dt__norm_back(dt_node *n) {
     return a.work ? DT__KERNEL(ctx, n->name, norm_back, &a) : dt_error(ctx);
 }
 
-/* Layer normalization, which has n = 3 inputs, or RMSNorm, which has n = 2 and a bias of NULL. */
+/* Returns zeros with the shape and the placements of x. */
+static dt_tensor *dt__zeros_like(dt_tensor *x) {
+    dt_tensor *y = dt__new_output(x->ctx, x, x->dtype, x->shape, "zeros", 0);
+    size_t count = (size_t)dt_count(x->shape);
+    if (!y || dt__fill(x->ctx, x->dtype, y->data, count, 0) != DT_OK) return NULL;
+    y->placements = x->placements;
+    return y;
+}
+
+/* RMSNorm, which has no bias, or layer normalization, whose bias may be NULL. */
 static dt_tensor *dt__norm(
-    const char *op, int n, dt_tensor *x, dt_tensor *gain, dt_tensor *bias, dt_rmsnorm_desc desc) {
-    dt_ctx *ctx = dt__float_op_context(op, n, x, gain, bias);
+    const char *op, int rms, dt_tensor *x, dt_tensor *gain, dt_tensor *bias, dt_rmsnorm_desc desc) {
+    dt_ctx *ctx = dt__float_op_context(op, 2, x, gain, bias);
     if (!ctx) return NULL;
     if (x->shape.nd < 1 || (size_t)dt_count(gain->shape) != dt__last_dim(x) ||
         x->dtype != gain->dtype)
@@ -7514,8 +7556,10 @@ static dt_tensor *dt__norm(
     row.nd--;
     dt_tensor *y = dt__new_output(ctx, x, x->dtype, x->shape, op, 0);
     dt_tensor *rstd = dt__new_output(ctx, x, dt__wide(x->dtype, 1), row, "rstd", 0);
-    dt_tensor *mean = bias ? dt__new_output(ctx, x, dt__wide(x->dtype, 1), row, "mean", 0) : NULL;
-    if (!y || !rstd || (bias && !mean)) return NULL;
+    dt_tensor *mean = rms ? NULL : dt__new_output(ctx, x, dt__wide(x->dtype, 1), row, "mean", 0);
+    /* the kernel of layer normalization always adds a bias */
+    dt_tensor *added = bias || rms ? bias : dt__zeros_like(gain);
+    if (!y || !rstd || (!rms && (!mean || !added))) return NULL;
     if (!dt__propagate(op, y, DT__RULE_NORM, x, gain, bias)) return NULL;
     dt_norm_args a = { .dtype = x->dtype,
         .out = y->data,
@@ -7523,11 +7567,11 @@ static dt_tensor *dt__norm(
         .rstd = rstd->data,
         .in = x->data,
         .gain = gain->data,
-        .bias = bias ? bias->data : NULL,
+        .bias = added ? added->data : NULL,
         .rows = dt__row_count(x),
         .cols = dt__last_dim(x),
         .eps = desc.eps > 0 ? desc.eps : 1e-5,
-        .rms = !bias,
+        .rms = rms,
         .gain_offset = desc.gain_offset };
     a.work_bytes = dt_row_work((int64_t)a.cols, x->dtype);
     a.work = dt_scratch(ctx, a.work_bytes);
@@ -7538,11 +7582,11 @@ static dt_tensor *dt__norm(
 }
 
 dt_tensor *dt_layernorm(dt_tensor *x, dt_tensor *gain, dt_tensor *bias, double eps) {
-    return dt__norm("dt_layernorm", 3, x, gain, bias, (dt_rmsnorm_desc){ .eps = eps });
+    return dt__norm("dt_layernorm", 0, x, gain, bias, (dt_rmsnorm_desc){ .eps = eps });
 }
 
 dt_tensor *dt_rmsnorm_at(dt_tensor *x, dt_tensor *gain, dt_rmsnorm_desc desc) {
-    return dt__norm("dt_rmsnorm", 2, x, gain, NULL, desc);
+    return dt__norm("dt_rmsnorm", 1, x, gain, NULL, desc);
 }
 
 dt_tensor *dt_rmsnorm(dt_tensor *x, dt_tensor *gain, double eps) {
@@ -7800,11 +7844,11 @@ static dt_status dt__binary_back(dt_node *n) {
 }
 
 /* Casts a scalar of another type than the other operand: to the type of a tensor with dimensions,
-   or to the wider type of two scalars. */
+   or to the wider type of two scalars. Not if one of them holds integers. */
 static void dt__cast_scalar(dt_tensor **a, dt_tensor **b) {
     size_t size_a = dt_dtype_size((*a)->dtype), size_b = dt_dtype_size((*b)->dtype);
     int scalar_a = (*a)->shape.nd == 0, scalar_b = (*b)->shape.nd == 0;
-    if ((*a)->dtype == (*b)->dtype) return;
+    if ((*a)->dtype == (*b)->dtype || dt__integer((*a)->dtype) || dt__integer((*b)->dtype)) return;
     if (scalar_a && (!scalar_b || size_a < size_b))
         *a = dt_cast(*a, (*b)->dtype);
     else if (scalar_b && (!scalar_a || size_b < size_a))
@@ -7818,7 +7862,9 @@ static dt_tensor *dt__binary(const char *name, int op, dt_tensor *a, dt_tensor *
     if (!a || !b) return NULL;
     dt_binary_args args = { .dtype = a->dtype, .op = op };
     if (a->dtype != b->dtype)
-        return dt__mismatch(name, a, b, "types must be equal, unless one is a scalar");
+        return dt__mismatch(name, a, b,
+            dt__integer(b->dtype) ? "not for integers; dt_cast makes floats of them"
+                                  : "types must be equal, unless one is a scalar");
     if (!dt__broadcast(a->shape, b->shape, &args.shape, args.stride_a, args.stride_b))
         return dt__mismatch(name, a, b, "dimensions, counted from the last, must be equal or 1");
     const dt_tensor *rows = a->max_rows && a->shape.nd == args.shape.nd ? a : b;
@@ -7920,6 +7966,11 @@ static int dt__dim_number(const char *op, const dt_tensor *x, int dim) {
         dt_dtype_name(x->dtype), dt__shape_text(x->shape).s, dim,
         nd ? dt__format("; use 0 to %d, or -%d to -1 from the end", nd - 1, nd).s : "");
     return -1;
+}
+
+int64_t dt_dim(const dt_tensor *x, int i) {
+    int at = x ? dt__dim_number("dt_dim", x, i) : -1;
+    return at >= 0 ? x->shape.d[at] : 0;
 }
 
 /* As dt__dim_number; also refuses a dimension that is in *used already, and adds it: bit i of *used
@@ -8528,7 +8579,7 @@ static dt_tensor *dt__adapter_parts(dt_tensor *x, const dt_linear_desc *d) {
         each[i] = some = dt_reshape(y, shape);
     }
     for (int i = 0; some && i < d->parts; i++)
-        if (!each[i]) each[i] = dt_affine(some, 0, 0);
+        if (!each[i]) each[i] = dt__zeros_like(some);
     return some ? dt_concat(each, d->parts, at) : NULL;
 }
 
@@ -8541,14 +8592,15 @@ static dt_tensor *dt__linear_adapted(
         dt__null_input("dt_linear", x, w, NULL);
         return NULL;
     }
-    if (desc.parts > 1 &&
-        (desc.parts > DT_MAX_INPUTS || w->shape.nd < 3 || w->shape.d[0] != desc.parts)) {
+    if (desc.parts < 0 || desc.parts > DT_MAX_INPUTS ||
+        (desc.parts > 1 && (w->shape.nd < 3 || w->shape.d[0] != desc.parts))) {
         dt_fail(x->ctx, DT_ERR_SHAPE, "dt_linear(%s): adapters for %d parts of a weight %s",
             w->name, desc.parts, dt__shape_text(w->shape).s);
         return NULL;
     }
     if (!desc.activation) base.residual = desc.residual;
-    dt_tensor *y = dt__linear(x, w, b, base, NULL, 0, NULL);
+    int nothing_follows = one && !one->a && !desc.activation;
+    dt_tensor *y = dt__linear(x, w, b, base, NULL, nothing_follows ? flags : 0, NULL);
     if (!y) return NULL;
     if (one && one->a) {
         y = dt__adapter(x, one, y, desc.activation ? 0 : flags);
@@ -8807,6 +8859,15 @@ static dt_tensor *dt__as_type(dt_tensor *x, dt_dtype type) {
     return !x || x->dtype == type ? x : dt_cast(x, type);
 }
 
+/* Gives y, the result of a composed op's last step, the op's name and placements. `placed` is a
+   view that has both. */
+static dt_tensor *dt__composed(dt_tensor *y, const dt_tensor *placed) {
+    if (!y) return NULL;
+    y->name = placed->name;
+    y->placements = placed->placements;
+    return y;
+}
+
 /* ln of softmax(x) is z - ln(sum of e^z), where z = x - max x; the maximum cancels in the gradient.
    16-bit types are f32 up to the end, so that the result is rounded once. */
 dt_tensor *dt_log_softmax(dt_tensor *x) {
@@ -8821,8 +8882,7 @@ dt_tensor *dt_log_softmax(dt_tensor *x) {
     dt_tensor *z = dt__as_type(x, dt__wide(x->dtype, 1));
     z = dt_sub(z, dt_detach(dt_max_dims(z, last)));
     z = dt__as_type(dt_sub(z, dt_ln(dt_sum_dims(dt_exp(z), last))), x->dtype);
-    if (z) z->placements = placed->placements;
-    return z;
+    return dt__composed(z, placed);
 }
 
 dt_tensor *dt_patches(dt_tensor *x, dt_window_desc desc, double pad_value) {
@@ -8850,8 +8910,7 @@ dt_tensor *dt_conv2d(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_window_desc de
     int64_t each = p->shape.d[3] * p->shape.d[4]; /* elements of a window */
     p = dt_reshape(p, DT_SHAPE(p->shape.d[0], p->shape.d[1], p->shape.d[2], each));
     dt_tensor *y = p ? dt_linear(p, dt_reshape(w, DT_SHAPE(w->shape.d[0], each)), b) : NULL;
-    if (y) y->placements = placed->placements;
-    return y;
+    return dt__composed(y, placed);
 }
 
 /* An image of height 1. */
@@ -8867,8 +8926,7 @@ dt_tensor *dt_conv1d(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_window_desc de
     dt_tensor *y = dt_reshape(x, DT_SHAPE(s[0], 1, s[1], s[2]));
     if (y) y = dt_conv2d(y, dt_reshape(w, DT_SHAPE(k[0], 1, k[1], k[2])), b, row);
     if (y) y = dt_reshape(y, DT_SHAPE(s[0], y->shape.d[2], k[0]));
-    if (y) y->placements = placed->placements;
-    return y;
+    return dt__composed(y, placed);
 }
 
 static dt_tensor *dt__pool(
@@ -8947,8 +9005,7 @@ dt_tensor *dt_group_norm(dt_tensor *x, int groups, dt_tensor *gain, dt_tensor *b
     if (y) y = dt_permute(dt_reshape(y, DT_SHAPE(B, groups, pixels, each)), groups_first);
     if (y) y = dt_mul(dt_reshape(y, x->shape), dt__as_type(gain, wide));
     if (y) y = dt__as_type(dt_add(y, dt__as_type(bias, wide)), x->dtype);
-    if (y) y->placements = placed->placements;
-    return y;
+    return dt__composed(y, placed);
 }
 
 // ==== 22. Ops: rows by index ====================================================================

@@ -258,9 +258,10 @@ typedef struct dt_zero_desc {
     int keep_gathered;
     const dt_mesh *mesh; /* dt_zero_make copies the mesh. NULL: all ranks are data parallel */
     /* DT_ADAMW (arXiv:1711.05101), DT_ADAM (L2 added to the gradient), DT_SGD, DT_ONEBIT_ADAM
-       (arXiv:2102.02888; section 15), DT_OPTIMIZER_CUSTOM, DT_MUON (section 16): parameters with 2
-       dimensions or more by Muon, the others by AdamW. Muon is for the matrices of hidden layers:
-       put embeddings and the output head into a group of DT_ADAMW. Not with offload */
+       (arXiv:2102.02888; section 15), DT_OPTIMIZER_CUSTOM, DT_MUON (section 16): parameters that
+       have 2 or more dimensions and are not marked no_decay by Muon, the others by AdamW. Muon is
+       for the matrices of hidden layers: put embeddings and the output head into a group of
+       DT_ADAMW, and mark biases of 2 dimensions no_decay. Not with offload */
     int optimizer;
     double beta1, beta2; /* beta1: 0 means 0.9; beta2: 0 means 0.999 */
     double eps;          /* 0 means 1e-8 */
@@ -328,7 +329,7 @@ typedef struct dt_zero_desc {
     const dt_param_group *groups;
     int group_count;
     /* EMA of the weights (Polyak averaging): ema = ema_decay * ema + (1 - ema_decay) * weight after
-       each step of a parameter; 0: none. Before the first step ema is the initial weight. It is one
+       each step of a parameter; 0: none. It begins with the weight before the first step. It is one
        more state array, of the gradient's type, and sharded like the others. dt_zero_swap_ema
        exchanges it with the weights */
     double ema_decay;
@@ -417,8 +418,9 @@ DT_API dt_status dt_zero_state(dt_zero *zero, int which, const dt_tensor *param,
    parameters over pipeline stages] Copies the step's gradient of a parameter's full local slice to
    host memory, as elements of type dt_grad_dtype(param). The gradient is summed over all ranks and
    divided by the loss scale. Call dt_zero_grad between the last backward of a step and
-   dt_zero_step. Returns DT_ERR_UNSUPPORTED after 1-bit Adam has frozen its second moment, because
-   gradients are then not summed. */
+   dt_zero_step. Returns DT_ERR_ARG for a parameter that dt_zero_freeze has frozen, and
+   DT_ERR_UNSUPPORTED after 1-bit Adam has frozen its second moment, because gradients are then not
+   summed. */
 DT_API dt_status dt_zero_grad(dt_zero *zero, const dt_tensor *param, void *host);
 /* [collective: as dt_zero_grad, and the groups that shard the parameter] dt_zero_grad of the full
    logical tensor: gathers the slices of all ranks. `host` has dt_count(param->param->full)
@@ -526,7 +528,7 @@ typedef struct dt_checkpoint_desc {
     int convert_dtype;
     /* NULL, or the name of a parameter that may have more rows (dimension 0) than in the
        checkpoint, for example a table of positions: the other rows keep their initial values, and
-       their optimizer state begins at 0 */
+       their optimizer state begins at 0. It also means tensors whose names end in a dot and it */
     const char *grows;
     void *user;
 } dt_checkpoint_desc;
@@ -968,6 +970,11 @@ static void *dt__zero_grad_shard(const dt__zero_bucket *z) {
 
 static int dt__zero_has_master(const dt_bucket *bucket) {
     return bucket->dtype != bucket->grad_dtype && !bucket->frozen;
+}
+
+/* Returns 1 for a weight matrix, to which weight decay and Muon apply; 0 for a bias or a gain. */
+static int dt__param_is_matrix(const dt_param_info *p) {
+    return p->full.nd >= 2 && !p->desc.no_decay;
 }
 
 /* Returns 1 if a bucket takes part in the current step. */
@@ -2881,23 +2888,27 @@ static dt_status dt__update_batch_flush(dt_zero *zero, dt__update_batch *updates
     return waited ? DT__UPDATE(zero, updates->name, adamw, updates->adamw) : dt_error(zero->ctx);
 }
 
+/* Calls the program's own update, and rounds its result to `narrow`. */
+static dt_status dt__custom_update(
+    dt_zero *zero, const dt_param_group *d, const dt_update_args *f, void *narrow) {
+    dt_cast_args a = { .dtype = f->tensor->dtype,
+        .from = dt_grad_dtype(f->tensor),
+        .out = narrow,
+        .in = f->param,
+        .count = f->count };
+    if (dt__is_dry_run(zero)) return DT_OK;
+    dt_status status = d->update(f, d->user);
+    if (status != DT_OK) return dt_fail(zero->ctx, status, "the update of %s", f->tensor->name);
+    return narrow ? DT__UPDATE(zero, f->tensor->name, cast, &a) : DT_OK;
+}
+
 /* Updates one parameter. An update by AdamW or Adam is only added to the batch, which
    dt__update_batch_flush launches. `narrow` receives the result rounded to the parameter's type;
    NULL if f->param already has the parameter's type. */
 static dt_status dt__zero_update_param(dt_zero *zero, dt__update_batch *batch,
     const dt_param_group *d, const dt_update_args *f, void *narrow) {
     dt_dtype type = dt_grad_dtype(f->tensor);
-    if (d->optimizer == DT_OPTIMIZER_CUSTOM) {
-        dt_cast_args a = { .dtype = f->tensor->dtype,
-            .from = type,
-            .out = narrow,
-            .in = f->param,
-            .count = f->count };
-        if (dt__is_dry_run(zero)) return DT_OK;
-        dt_status status = d->update(f, d->user);
-        if (status != DT_OK) return dt_fail(zero->ctx, status, "the update of %s", f->tensor->name);
-        return narrow ? DT__UPDATE(zero, f->tensor->name, cast, &a) : DT_OK;
-    }
+    if (d->optimizer == DT_OPTIMIZER_CUSTOM) return dt__custom_update(zero, d, f, narrow);
     /* the gradient of a matrix is now its orthogonalized momentum: subtract it, with the decay */
     int by_matrix = f->tensor->param->by_matrix;
     if (d->optimizer == DT_SGD || by_matrix) {
@@ -2989,7 +3000,6 @@ static dt_status dt__zero_update_span(
         size_t from = p->offset > s->offset ? p->offset : s->offset;
         size_t to = p->offset + p->count < end ? p->offset + p->count : end, at = from - s->offset;
         if (from >= to || !t->needs_grad) continue; /* elsewhere, or frozen by dt_zero_freeze */
-        int decays = p->full.nd >= 2 && !p->desc.no_decay;
         /* NULL if only the master weights are updated */
         char *value = s->values ? (char *)s->values + at * narrow_size : NULL;
         void *updated = s->master ? (char *)s->master + at * size : value;
@@ -3002,7 +3012,7 @@ static dt_status dt__zero_update_span(
             .state = { NULL, NULL },
             .lr = group->lr * (p->desc.lr_scale != 0 ? p->desc.lr_scale : 1),
             .grad_scale = grad_scale,
-            .weight_decay = decays ? group->desc.weight_decay : 0,
+            .weight_decay = dt__param_is_matrix(p) ? group->desc.weight_decay : 0,
             .step = group->step + 1 };
         void *narrow = s->master ? value : NULL;
         for (int k = 0; k < z->states; k++) f.state[k] = (char *)s->state[k] + at * size;
@@ -3796,15 +3806,32 @@ static dt_status dt__chunk_wait(dt_zero *zero, dt__offload_chunk *s) {
     return DT_OK;
 }
 
-/* Starts to read or to write those arrays of a chunk that are on disk. Master weights are made from
-   the parameters in the group's first step; later steps do not read the parameters. */
+/* Returns 1 if the update of a chunk needs the parameters' values. Without master weights it
+   changes them, and in the group's first step it makes the master weights from them. Later steps
+   write the values of all trained parameters, but keep those of frozen parameters and padding. */
+static int dt__chunk_needs_values(const dt_zero *zero, const dt__offload_chunk *s) {
+    const dt__zero_bucket *z = &zero->buckets[s->bucket];
+    const dt_bucket *u = &z->bucket;
+    size_t end = s->offset + s->count, written = 0;
+    if (!dt__zero_has_master(u) || z->group->step == 0) return 1;
+    for (int i = u->first_param; i < u->first_param + u->n_params; i++) {
+        const dt_tensor *t = dt_param_get(zero->ctx, i);
+        size_t from = t->param->offset, to = from + t->param->count;
+        if (from < s->offset) from = s->offset;
+        if (to > end) to = end;
+        if (t->needs_grad && from < to) written += to - from;
+    }
+    return written < s->count;
+}
+
+/* Starts to read or to write those arrays of a chunk that are on disk. Master weights and EMA are
+   made from the parameters in the group's first step. */
 static void dt__chunk_transfer(dt_zero *zero, dt__offload_chunk *s, int write) {
     const dt__zero_bucket *z = &zero->buckets[s->bucket];
-    int master = dt__zero_has_master(&z->bucket);
     for (int a = 0; a < DT__ARRAYS && zero->disk; a++) {
         size_t size = dt_dtype_size(dt__array_dtype(&z->bucket, a));
-        int first = z->group->step == 0, unread = ((a == DT__MASTER || a == DT__EMA) && first) ||
-                                                  (a == DT__PARAMS && master && !first);
+        int unread = ((a == DT__MASTER || a == DT__EMA) && z->group->step == 0) ||
+                     (a == DT__PARAMS && !dt__chunk_needs_values(zero, s));
         if (dt__disk_array_bytes(zero, &z->bucket, a) == 0 || (write ? a == DT__GRAD : unread))
             continue;
         dt__disk_start(zero, &s->job[a], write, s->bucket, a, z->disk_slot ^ write,
@@ -3819,8 +3846,8 @@ static dt_status dt__chunk_update(dt_zero *zero, dt__offload_chunk *s, double gr
     const dt_bucket *u = &z->bucket;
     size_t size = dt__zero_element_size(z), narrow = dt_dtype_size(u->dtype),
            at = s->offset - z->offset, bytes = s->count * dt_dtype_size(u->sum_dtype);
-    int master = dt__zero_has_master(u), on_disk = dt__disk_array_bytes(zero, u, DT__PARAMS) > 0,
-        first = z->group->step == 0, same_size = bytes == s->count * narrow;
+    int on_disk = dt__disk_array_bytes(zero, u, DT__PARAMS) > 0,
+        same_size = bytes == s->count * narrow;
     char *grad = (char *)(u->grad_offloaded ? s->buf[DT__GRAD]
                                             : dt__grad_element(z, dt__zero_grad_shard(z), at));
     dt__update_span span = {
@@ -3832,7 +3859,7 @@ static dt_status dt__chunk_update(dt_zero *zero, dt__offload_chunk *s, double gr
         void **to = a == DT__MASTER ? &span.master : a == DT__EMA ? &span.ema : &span.state[a];
         *to = here;
     }
-    if (!on_disk && (!master || first))
+    if (!on_disk && dt__chunk_needs_values(zero, s))
         dt__move(ctx, s->buf[DT__PARAMS], (char *)dt__zero_param_shard(z) + at * narrow,
             s->count * narrow);
     if (s->buf[DT__GRAD] && grad != s->buf[DT__GRAD])
@@ -4822,8 +4849,8 @@ static dt_status dt__param_groups_make(dt_zero *zero) {
                !dt__patterns_match(zero->param_groups[k].desc.params, t->name))
             k++;
         t->param->group = k < zero->n_param_groups ? k : 0;
-        t->param->by_matrix =
-            t->param->full.nd > 1 && zero->param_groups[t->param->group].desc.optimizer == DT_MUON;
+        t->param->by_matrix = dt__param_is_matrix(t->param) &&
+                              zero->param_groups[t->param->group].desc.optimizer == DT_MUON;
     }
     zero->desc.groups = NULL; /* param_groups is the copy */
     return dt_error(zero->ctx);
@@ -5120,15 +5147,19 @@ static dt_status dt__compare_after_step(dt_zero *zero) {
     return dt__compare_replicas(zero, "dt_zero_step");
 }
 
+/* Fails if dt_zero_swap_ema has exchanged the weights with their EMA. */
+static dt_status dt__ema_not_swapped(dt_zero *zero, const char *what) {
+    if (!zero->ema_swapped) return DT_OK;
+    return dt_fail(zero->ctx, DT_ERR_ARG,
+        "%s: the weights are exchanged with their EMA: call dt_zero_swap_ema again before it",
+        what);
+}
+
 /* Fails unless a step with these learning rates is possible; sets those of each group. */
 static dt_status dt__zero_step_begin(dt_zero *zero, const double *lr) {
     dt_ctx *ctx = zero->ctx;
     int stepping = 0;
-    if (zero->ema_swapped)
-        return dt_fail(ctx, DT_ERR_ARG,
-            "dt_zero_step: step %lld: the weights are exchanged with their EMA: call "
-            "dt_zero_swap_ema again before the step",
-            (long long)zero->step + 1);
+    if (dt__ema_not_swapped(zero, "dt_zero_step") != DT_OK) return dt_error(ctx);
     if (!lr) return dt_fail(ctx, DT_ERR_ARG, "dt_zero_step: the learning rates are NULL");
     for (int k = 0; k < zero->n_param_groups; k++) {
         dt__param_group *group = &zero->param_groups[k];
@@ -5310,7 +5341,7 @@ static dt_status dt__zero_grad(dt_zero *zero, const dt_tensor *param, void *host
             zero->ctx, DT_ERR_UNSUPPORTED, "dt_zero_grad: 1-bit Adam no longer sums gradients");
     if (dt__grads_sum_tied(zero) != DT_OK) return dt_error(zero->ctx);
     dt__zero_bucket *z = dt__zero_bucket_of(zero, "dt_zero_grad", param);
-    if (z && z->bucket.paused)
+    if (z && !param->needs_grad)
         return dt_fail(
             zero->ctx, DT_ERR_ARG, "dt_zero_grad: dt_zero_freeze has frozen %s", param->name);
     size_t bytes = z ? dt__disk_array_bytes(zero, &z->bucket, DT__GRAD) : 0;
@@ -5371,9 +5402,13 @@ double dt_outlier_z(dt_outlier *w, double value) {
     if (!w || !isfinite(value)) return NAN;
     w->values[w->count++ % N] = value;
     if (w->count <= N) return NAN;
-    for (int i = 0; i < N; i++) mean += w->values[i] / N;
-    for (int i = 0; i < N; i++) variance += (w->values[i] - mean) * (w->values[i] - mean) / N;
-    return variance > 0 ? (value - mean) / sqrt(variance) : 0;
+    /* sums of differences from one of the values, so that equal values have a variance of 0 */
+    for (int i = 0; i < N; i++) mean += (w->values[i] - w->values[0]) / N;
+    for (int i = 0; i < N; i++) {
+        double d = w->values[i] - w->values[0] - mean;
+        variance += d * d / N;
+    }
+    return variance > 0 ? (value - w->values[0] - mean) / sqrt(variance) : 0;
 }
 
 void dt_zero_loss(dt_zero *zero, double loss) {
@@ -6064,11 +6099,20 @@ static dt_status dt__params_copy(dt_weights *w, dt_tensor *t, const dt_weight_ma
     return dt_error(t->ctx);
 }
 
+/* Returns 1 if desc.grows allows a tensor of a checkpoint to have fewer rows than in the program:
+   its name is desc.grows, or ends in a dot and desc.grows, as those of state arrays do. */
+static int dt__may_grow(const dt_checkpoint *c, const char *name) {
+    const char *grows = c->desc.grows ? c->desc.grows : "";
+    size_t n = strlen(name), end = strlen(grows);
+    return end > 0 && n >= end && strcmp(name + n - end, grows) == 0 &&
+           (n == end || name[n - end - 1] == '.');
+}
+
 /* When a parameter is loaded that may have more rows than in the file (desc.grows): sets p to the
    file's number of rows and returns 1 if the file has fewer. */
 static int dt__load_grows(
     const dt_checkpoint *c, const dt_weights *w, dt_weight_map *p, const dt_tensor *t) {
-    if (w->writing || !c->desc.grows || strcmp(c->desc.grows, t->name) != 0) return 0;
+    if (w->writing || !dt__may_grow(c, p->part[0].name)) return 0;
     const dt_weight *there = dt_weights_get(w, dt_weights_find(w, p->part[0].name));
     if (!there || there->count >= dt_count(t->param->full)) return 0;
     p->part[0].rows = there->shape.d[0];
@@ -6507,10 +6551,7 @@ static dt_status dt__checkpoint_save(dt_checkpoint *c) {
     dt_zero *zero = c->zero;
     if (!c->desc.dir)
         return dt_fail(c->ctx, DT_ERR_ARG, "dt_checkpoint_save: dt_checkpoint_desc.dir is NULL");
-    if (zero->ema_swapped)
-        return dt_fail(c->ctx, DT_ERR_ARG,
-            "dt_checkpoint_save: the weights are exchanged with their EMA: call dt_zero_swap_ema "
-            "again before it");
+    if (dt__ema_not_swapped(zero, "dt_checkpoint_save") != DT_OK) return dt_error(c->ctx);
     for (int u = 0; u < zero->n_buckets; u++)
         if (zero->buckets[u].bucket.grad_state != DT_GRAD_EMPTY)
             return dt_fail(c->ctx, DT_ERR_ARG,
@@ -7164,14 +7205,11 @@ static int dt__is_onebit_error(int file, const char *name) {
 
 /* Returns 1 if desc.convert_dtype and desc.grows allow a tensor to be loaded from `there`. */
 static int dt__load_converts(const dt_checkpoint *c, const dt_weight *t, const dt_weight *there) {
-    const char *grows = c->desc.grows ? c->desc.grows : "";
-    size_t n = strlen(t->name), end = strlen(grows);
-    int may_grow = end > 0 && n >= end && strcmp(t->name + n - end, grows) == 0;
     if (there->dtype != t->dtype && (!c->desc.convert_dtype || dt__integer(there->dtype))) return 0;
     if (there->shape.nd != t->shape.nd) return 0;
     for (int i = 0; i < t->shape.nd; i++)
         if (there->shape.d[i] != t->shape.d[i] &&
-            !(i == 0 && may_grow && there->shape.d[0] < t->shape.d[0]))
+            !(i == 0 && dt__may_grow(c, t->name) && there->shape.d[0] < t->shape.d[0]))
             return 0;
     return 1;
 }
@@ -7205,6 +7243,11 @@ static dt_status dt__load_from_masters(
     return dt_error(c->ctx);
 }
 
+static int dt__is_ema(int file, const char *name) {
+    const char *ema = dt__state_names[DT__EMA];
+    return file == DT__OPTIM && strncmp(name, ema, strlen(ema)) == 0;
+}
+
 static dt_status dt__load_tensors_fit(dt_checkpoint *c, dt__candidate *f) {
     for (int k = 0; k < DT__CKPT_FILES; k++) {
         const char *file = dt__ckpt_names[k];
@@ -7215,8 +7258,9 @@ static dt_status dt__load_tensors_fit(dt_checkpoint *c, dt__candidate *f) {
             if (!there && dt__load_is_master(c, k, t->name)) continue;
             if (!there)
                 return dt_fail(c->ctx, DT_ERR_ARG,
-                    "dt_checkpoint_load: %s/%s has no '%s', which this program has", f->path, file,
-                    t->name);
+                    "dt_checkpoint_load: %s/%s has no '%s', which this program has%s", f->path,
+                    file, t->name,
+                    dt__is_ema(k, t->name) ? ": it was saved without dt_zero_desc.ema_decay" : "");
             if (dt__load_converts(c, t, there)) continue;
             return dt_fail(c->ctx, DT_ERR_ARG,
                 "dt_checkpoint_load: %s/%s: '%s' is %s of %s there, and %s of %s in this program",
@@ -7228,8 +7272,9 @@ static dt_status dt__load_tensors_fit(dt_checkpoint *c, dt__candidate *f) {
             if (dt_weights_find(c->w[k], name) < 0 && !dt__is_onebit_error(k, name) &&
                 !dt__load_is_master(c, k, name))
                 return dt_fail(c->ctx, DT_ERR_ARG,
-                    "dt_checkpoint_load: %s/%s has '%s', which this program has not", f->path, file,
-                    dt__printable_name(name).s);
+                    "dt_checkpoint_load: %s/%s has '%s', which this program has not%s", f->path,
+                    file, dt__printable_name(name).s,
+                    dt__is_ema(k, name) ? ": it was saved with dt_zero_desc.ema_decay" : "");
         }
     }
     return DT_OK;
@@ -7330,7 +7375,9 @@ static int64_t dt__checkpoint_load(dt_checkpoint *c, const char *from) {
     dt__candidate f;
     char dir[DT__PATH_BYTES];
     memset(&f, 0, sizeof f);
-    if (dt__zero_usable(c ? c->zero : NULL, "dt_checkpoint_load") != DT_OK) return -1;
+    if (dt__zero_usable(c ? c->zero : NULL, "dt_checkpoint_load") != DT_OK ||
+        dt__ema_not_swapped(c->zero, "dt_checkpoint_load") != DT_OK)
+        return -1;
     if (!from) from = c->files.path[DT__DIR];
     if (dt__copy_dir(c->ctx, "dt_checkpoint_load", dir, from) == DT_OK &&
         dt__save_wait(c) == DT_OK && dt__candidate_newest(c, dir, &f) == DT_OK && f.path[0])

@@ -1473,6 +1473,10 @@ static void test_read(void) {
                                                            "not ''" },
         { "ranks 1, chunks 2, micros 2\nrank 0: stages 1 0\nrank 0: stages 0 1",
             ":3: rank 0 has its stages already" },
+        { "ranks 2, chunks 1, micros 2\nrank 0: stages 0\nrank 1: stages 2",
+            ":3: rank 1: chunk 0 is stage 2 of 2, counted from 0" },
+        { "ranks 3, chunks 1, micros 2\nrank 1: stages 0\nrank 0: F(micro 0)",
+            ": a line 'rank R: stages ..' is missing for ranks 0, 2; all ranks need one, or none" },
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
         expect_read(cases[i].text, strlen(cases[i].text), cases[i].want);

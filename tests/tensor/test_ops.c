@@ -2053,7 +2053,13 @@ ROW(residual, dt_linear_at(p->x, p->w, NULL, (dt_linear_desc){ .residual = p->x 
 ROW(residual_type,
     dt_linear_at(p->x, p->w, NULL, (dt_linear_desc){ .residual = dt_cast(p->wide, DT_BF16) }))
 ROW(residual_stranger, dt_linear_at(p->x, p->w, NULL, (dt_linear_desc){ .residual = p->stranger }))
+static const dt_adapter no_adapter;
+ROW(linear_parts,
+    dt_linear_at(p->x, p->w, NULL, (dt_linear_desc){ .adapters = &no_adapter, .parts = -3 }))
 ROW(linear_null, dt_linear(p->x, NULL, NULL))
+ROW(dim, CHECK(dt_dim(p->x, 0) == 3 && dt_dim(p->x, -1) == 4 && dt_dim(NULL, 0) == 0);
+    CHECK(dt_dim(p->x, 2) == 0))
+ROW(item, CHECK(isnan(dt_item(p->x))))
 static dt_tensor *grouped(tensors *p, int64_t a, int64_t b, dt_linear_desc d) {
     int64_t rows[2] = { a, b };
     return dt_grouped_linear(
@@ -2069,7 +2075,7 @@ ROW(grouped_none, int64_t rows[1] = { 3 }; dt_grouped_linear(
     p->x, dt_input(p->ctx, DT_F32, DT_SHAPE(0, 5, 4), NULL), NULL, rows, (dt_linear_desc){ 0 }))
 ROW(rmsnorm, dt_rmsnorm(p->x, p->w, 0))
 ROW(rmsnorm_null, dt_rmsnorm(p->x, NULL, 0))
-ROW(layernorm_null, dt_layernorm(p->x, p->w, NULL, 0))
+ROW(layernorm_null, dt_layernorm(p->x, NULL, p->w, 0))
 ROW(softmax, dt_softmax(p->ints))
 ROW(log_softmax, dt_log_softmax(p->ints))
 ROW(log_softmax_scalar, dt_log_softmax(dt_sum_over(p->x, DT_ALL)))
@@ -2362,6 +2368,9 @@ static const struct row {
     { r_concat_null, DT_ERR_ARG, { "dt_concat", "NULL" } },
     { r_concat_first, DT_ERR_ARG, { "dt_concat(dt_input)", "NULL" } },
     { r_concat_stranger, DT_ERR_ARG, { "dt_concat", "another context" } },
+    { r_dim, DT_ERR_ARG, { "dt_dim(dt_input)", "(3,4) has no dimension 2; use 0 to 1" } },
+    { r_item, DT_ERR_ARG, { "dt_item(dt_input)", "f32 (3,4) has 12 elements, not 1" } },
+    { r_linear_parts, DT_ERR_SHAPE, { "dt_linear", "adapters for -3 parts" } },
     { r_transpose, DT_ERR_ARG, { "dt_transpose", "(3,4) has no dimension 2" } },
     { r_transpose_below, DT_ERR_ARG, { "dt_transpose", "no dimension -3; use 0 to 1, or -2" } },
     { r_dims, DT_ERR_ARG, { "dt_sum_dims", "no dimension 2" } },
@@ -2937,6 +2946,21 @@ static void mixed_scalars(void) {
     CHECK(dt_add(a, dt_input(ctx, DT_F64, DT_SHAPE(3), y)) == NULL &&
           strstr(dt_error_text(ctx), "types must be equal"));
     close_ctx(ctx, &m, "mixed tensors");
+    static const int32_t two[4] = { 2, 2, 2, 2 };
+    for (int i = 0; i < 6; i++) { /* a float and integers, one or both of them scalars */
+        m = METER;
+        ctx = open_ctx(&m);
+        a = dt_input(ctx, DT_F32, i < 4 ? DT_SCALAR : DT_SHAPE(3), x);
+        dt_tensor *b =
+            dt_input(ctx, DT_I32, i < 2 || i > 3 ? DT_SHAPE(i < 2 ? 4 : 3) : DT_SCALAR, two);
+        CHECK((i % 2 ? dt_equal(a, b) : dt_add(a, b)) == NULL);
+        CHECK_MSG(strstr(dt_error_text(ctx), i % 2 ? "dt_equal(dt_input, dt_input): f32"
+                                                   : "dt_add(dt_input, dt_input): f32") &&
+                      strstr(dt_error_text(ctx), "and i32") &&
+                      strstr(dt_error_text(ctx), "not for integers"),
+            "%s", dt_error_text(ctx));
+        close_ctx(ctx, &m, "a float and integers");
+    }
     m = METER;
     ctx = open_ctx(&m);
     half = dt_input(ctx, DT_F16, DT_SCALAR, x);
@@ -3106,6 +3130,58 @@ static void detached(void) {
     }
 }
 
+/* A layer normalization without a bias is one with a bias of zeros. */
+static void layernorm_without_bias(void) {
+    double zeros[6] = { 0 }, out[2][30], dx[2][30], dgain[2][6];
+    for (int i = 0; i < 2; i++) {
+        meter m = METER;
+        dt_ctx *ctx = open_ctx(&m);
+        dt_tensor *x = dt_require_grad(noise_input(ctx, DT_F64, DT_SHAPE(5, 6), 1, 1)),
+                  *gain = dt_require_grad(noise_input(ctx, DT_F64, DT_SHAPE(6), 2, 1)),
+                  *bias = i ? NULL : dt_input(ctx, DT_F64, DT_SHAPE(6), zeros),
+                  *y = dt_layernorm(x, gain, bias, 0);
+        dt_read(y, out[i]);
+        dt_backward(dt_sum_over(dt_mul(y, dt_mul(y, y)), DT_ALL));
+        dt__move_now(ctx, dx[i], x->grad, sizeof dx[i]);
+        dt__move_now(ctx, dgain[i], gain->grad, sizeof dgain[i]);
+        close_good(ctx, &m, "a layer normalization without a bias");
+    }
+    CHECK(memcmp(out[0], out[1], sizeof out[0]) == 0 && memcmp(dx[0], dx[1], sizeof dx[0]) == 0 &&
+          memcmp(dgain[0], dgain[1], sizeof dgain[0]) == 0 && out[0][3] != 0 && dx[0][3] != 0);
+}
+
+/* The result of an op that is composed of others has its name. */
+static void composed_names(void) {
+    meter m = METER;
+    dt_ctx *ctx = open_ctx(&m);
+    dt_tensor *x = noise_input(ctx, DT_F32, DT_SHAPE(1, 4, 4, 2), 1, 1),
+              *w = noise_input(ctx, DT_F32, DT_SHAPE(3, 2, 2, 2), 2, 1),
+              *row = noise_input(ctx, DT_F32, DT_SHAPE(1, 4, 2), 3, 1),
+              *kernel = noise_input(ctx, DT_F32, DT_SHAPE(3, 2, 2), 4, 1),
+              *two = noise_input(ctx, DT_F32, DT_SHAPE(2), 5, 1);
+    CHECK(!strcmp(dt_log_softmax(x)->name, "dt_log_softmax"));
+    CHECK(!strcmp(dt_conv2d(x, w, NULL, (dt_window_desc){ 0 })->name, "dt_conv2d"));
+    CHECK(!strcmp(dt_conv1d(row, kernel, NULL, (dt_window_desc){ 0 })->name, "dt_conv1d"));
+    CHECK(!strcmp(dt_group_norm(x, 1, two, two, 0)->name, "dt_group_norm"));
+    close_good(ctx, &m, "composed ops");
+}
+
+/* A part without an adapter gets zeros, also if another part's adapter overflows. */
+static void adapter_overflow(void) {
+    meter m = METER;
+    dt_ctx *ctx = open_ctx(&m);
+    float big[4] = { 3e38f, 3e38f, 3e38f, 3e38f }, ones[4] = { 1, 1, 1, 1 }, h[4];
+    dt_tensor *x = dt_input(ctx, DT_F32, DT_SHAPE(1, 2), ones),
+              *w = dt_input(ctx, DT_F32, DT_SHAPE(2, 1, 2), ones);
+    dt_adapter parts[2] = { { .a = dt_input(ctx, DT_F32, DT_SHAPE(1, 2), big),
+                                .b = dt_input(ctx, DT_F32, DT_SHAPE(1, 1), ones),
+                                .scale = 1 },
+        { .a = NULL } };
+    dt_tensor *y = dt_linear_at(x, w, NULL, (dt_linear_desc){ .adapters = parts, .parts = 2 });
+    CHECK(y && dt_read(y, h) == DT_OK && isinf(h[0]) && h[1] == 2);
+    close_good(ctx, &m, "an adapter that overflows");
+}
+
 int main(int argc, char **argv) {
     if (argc > 1) golden_folder = argv[1];
     test_finite_differences();
@@ -3128,5 +3204,8 @@ int main(int argc, char **argv) {
     print();
     log_softmax_range();
     detached();
+    layernorm_without_bias();
+    composed_names();
+    adapter_overflow();
     return check_done("test_ops");
 }

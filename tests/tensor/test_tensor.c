@@ -2923,8 +2923,8 @@ static void keep_refused(void) {
             "dt_keep(dt_gelu): inside a recomputed dt_block, which runs twice",
             "dt_require_grad(a): a tensor of dt_keep has no gradient",
             "dt_forget: dt_keep has no tensor 'b'",
-            "dt_gelu(a): this tensor f32 (2), which a made in a forward outside of blocks, is gone",
-            "dt_gelu(a): this tensor f32 (2), which a made in a forward outside of blocks, is gone",
+            "dt_gelu(a): this tensor f32 (2) is gone: a later dt_keep or dt_forget of 'a'",
+            "dt_gelu(a): this tensor f32 (2) is gone: a later dt_keep or dt_forget of 'a'",
             "dt_keep: " };
         meter m = METER;
         dt_ctx *ctx = open_ctx(&m);

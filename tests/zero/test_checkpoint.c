@@ -769,6 +769,65 @@ static void golden(void) {
         "the golden checkpoint's next loss is %.17g", got.loss[3]);
 }
 
+static void small_log(void *user, int level, int rank, const char *text) {
+    (void)user, (void)level, (void)rank, (void)text;
+}
+
+/* Saves or loads one parameter with some rows, with or without an EMA. */
+typedef struct small {
+    int rows, loads;
+    double ema;
+    float first, last;
+    char text[512];
+} small;
+
+static dt_status small_main(dt_ctx *ctx, void *user) {
+    small *s = (small *)user;
+    char dir[300];
+    float h[20];
+    dt_tensor *w = dt_param(ctx, "deep.pos.weight", DT_SHAPE(s->rows, 2), DT_ZEROS);
+    dt_zero *zero = dt_zero_make(ctx, (dt_zero_desc){ .ema_decay = s->ema });
+    dt_checkpoint *c = dt_checkpoint_open(
+        zero, (dt_checkpoint_desc){ .dir = in_scratch(dir, "small"), .grows = "pos.weight" });
+    if (s->loads) {
+        if (dt_checkpoint_load(c, NULL) == 1 && dt_read(w, h) == DT_OK)
+            s->first = h[0], s->last = h[2 * s->rows - 1];
+    } else {
+        dt_backward(dt_sum_over(w, DT_ALL));
+        dt_zero_step(zero, 0.5);
+        dt_reset(ctx);
+        dt_checkpoint_save(c);
+    }
+    dt_checkpoint_close(c);
+    snprintf(s->text, sizeof s->text, "%s", dt_error_text(ctx));
+    return DT_OK;
+}
+
+/* desc.grows also means a parameter whose name ends in it; a program with an EMA and a checkpoint
+   without one do not fit, and the error says so. */
+static void grows_and_ema(void) {
+    static const struct {
+        small save, load;
+        const char *why;
+    } cases[] = { { { 4, 0, 0, 0, 0, "" }, { 6, 1, 0, 0, 0, "" }, "" },
+        { { 4, 0, 0, 0, 0, "" }, { 4, 1, 0.9, 0, 0, "" }, "saved without dt_zero_desc.ema_decay" },
+        { { 4, 0, 0.9, 0, 0, "" }, { 4, 1, 0, 0, 0, "" }, "saved with dt_zero_desc.ema_decay" } };
+    static dt_host quiet;
+    quiet = *dt_host_default();
+    quiet.log = small_log;
+    char dir[300];
+    for (int i = 0; i < 3; i++) {
+        small save = cases[i].save, load = cases[i].load;
+        clear(in_scratch(dir, "small"));
+        dt_run((dt_run_desc){ .ranks = 1, .host = &quiet }, small_main, &save);
+        dt_run((dt_run_desc){ .ranks = 1, .host = &quiet }, small_main, &load);
+        CHECK_MSG(!*save.text && strstr(load.text, cases[i].why) && !*load.text == !*cases[i].why,
+            "%d: %s; %s", i, save.text, load.text);
+        CHECK(i > 0 || (fabsf(load.first + 0.5f) < 1e-5f && load.last == 0));
+    }
+    clear(dir);
+}
+
 int main(int argc, char **argv) {
     const char *what = argc > 1 ? argv[1] : "";
     if (!mkdtemp(scratch)) return 1;
@@ -806,6 +865,7 @@ int main(int argc, char **argv) {
     elastic();
     forms();
     converts();
+    grows_and_ema();
     golden();
     clear(scratch);
     train_files_free(&text_files);

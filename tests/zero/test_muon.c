@@ -513,6 +513,29 @@ static void test_refusals(void) {
     }
 }
 
+/* A parameter that is marked no_decay, here a bias of 2 dimensions, is no matrix: AdamW's first
+   step moves each element by the learning rate, without weight decay. */
+static dt_status bias_main(dt_ctx *ctx, void *user) {
+    (void)user;
+    dt_tensor *w = dt_param(ctx, "w", DT_SHAPE(4, 6), DT_ONES),
+              *b = dt_param_at(ctx, "b", DT_SHAPE(4, 6), DT_ONES, (dt_param_desc){ .no_decay = 1 });
+    dt_zero *zero = dt_zero_make(ctx, (dt_zero_desc){ .optimizer = DT_MUON, .weight_decay = 0.5 });
+    float x[24], moment[24];
+    dt_backward(dt_sum_over(dt_mul(w, b), DT_ALL));
+    dt_zero_step(zero, 0.125);
+    CHECK(dt_read(b, x) == DT_OK && dt_zero_state(zero, 1, b, moment) == DT_OK);
+    for (int i = 0; i < 24; i++)
+        CHECK_MSG(fabs(x[i] - 0.875) < 1e-6 && moment[i] > 0, "b is %.9g", x[i]);
+    CHECK(w->param->by_matrix && !b->param->by_matrix);
+    return DT_OK;
+}
+
+static void test_bias(void) {
+    outcome o;
+    run(&o, 1, bias_main, NULL);
+    CHECK_MSG(o.status == DT_OK, "%s", o.report.text);
+}
+
 /* Whichever allocation is refused, every rank fails and frees all memory. */
 static void test_memory_refused(void) {
     for (long at = 1, done = 0; !done && at < 500; at++) {
@@ -534,6 +557,7 @@ int main(int argc, char **argv) {
     test_traffic();
     test_group_steps();
     test_checkpoints();
+    test_bias();
     test_refusals();
     test_memory_refused();
     return check_done("test_muon");

@@ -1980,6 +1980,33 @@ static void test_rare(void) {
     }
 }
 
+/* The first op of a rank takes only parameters that ZeRO-3 has to gather. */
+static dt_status first_op_main(dt_ctx *ctx, void *user) {
+    dt_tensor *w = dt_param(ctx, "w", DT_SHAPE(8, 8), DT_ONES);
+    if (!dt_zero_make(ctx, (dt_zero_desc){ .stage = 3, .poison = 1 })) return dt_error(ctx);
+    dt_tensor *y = *(int *)user ? dt_mul(w, w) : dt_detach(w);
+    double sum = dt_item(dt_sum_over(y, DT_ALL));
+    CHECK_MSG(sum == 64, "the first op: %g, not 64", sum);
+    return dt_error(ctx);
+}
+
+static __thread dt_tensor *checked;
+static dt_tensor *checked_loss(void *user) {
+    (void)user;
+    return dt_sum_over(dt_mul(checked, checked), DT_ALL);
+}
+
+/* dt_grad_check needs the full gradient of a parameter, which ZeRO-3 shards. */
+static dt_status grad_check_main(dt_ctx *ctx, void *user) {
+    int stage = *(int *)user;
+    checked = dt_param_at(ctx, "w", DT_SHAPE(4, 4), DT_ONES, (dt_param_desc){ .dtype = DT_F64 });
+    if (stage) dt_zero_make(ctx, (dt_zero_desc){ .stage = stage });
+    dt_grad_difference d = dt_grad_check(ctx, checked_loss, NULL, &checked, 1, 0);
+    CHECK(stage == 3 ? dt_error(ctx) == DT_ERR_ARG : d.difference < 1e-6);
+    CHECK(stage != 3 || strstr(dt_error_text(ctx), "dt_grad_check(w): ZeRO-3 shards it") != NULL);
+    return dt_error(ctx);
+}
+
 /* Many parameters in one unit, each with its own learning rate. Only the last has a gradient;
    weight decay alone changes the others. */
 static dt_status many_main(dt_ctx *ctx, void *user) {
@@ -2055,6 +2082,10 @@ int main(int argc, char **argv) {
     test_late_failure();
     test_refused_memory();
     test_rare();
+    for (int stage = 0; stage < 4; stage += 3)
+        CHECK((run(2, grad_check_main, &stage).status == DT_OK) == (stage == 0));
+    for (int product = 0; product < 2; product++)
+        CHECK(run(2, first_op_main, &product).status == DT_OK);
     for (int stage = 0; stage < 4; stage++) CHECK(run(2, many_main, &stage).status == DT_OK);
     test_folder();
     CHECK(rmdir(folder) == 0); /* the folder is empty */
