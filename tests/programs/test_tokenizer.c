@@ -387,7 +387,7 @@ static void test_file(void) {
     static const char *const names[] = { "gpt2", "llama3", "qwen" };
     memory_fs fs;
     size_t bytes = 0, golden_bytes = 0;
-    char *text = read_text(path_of("tests/programs", "test_tokenizer", ".sh"), &bytes);
+    char *text = read_text(path_of("tests/programs", "test_hf", ".sh"), &bytes);
     memset(&fs, 0, sizeof fs);
     for (int i = 0; i < 3; i++) {
         char *json = read_text(path_of(golden, names[i], ".json"), &golden_bytes);
@@ -412,7 +412,7 @@ static void test_file(void) {
         const int32_t *ids = tok_encode(t, text, bytes, (tok_encode_desc){ 1, 0, 0 }, &count);
         CHECK_MSG(count == c.count && memcmp(ids, c.id, (size_t)count * sizeof *ids) == 0,
             "%s: %lld ids, and %lld in pieces", names[i % 3], (long long)count, (long long)c.count);
-        CHECK_MSG(i < 3 ? c.calls > 10 : c.calls == 1, "%d pieces", c.calls);
+        CHECK_MSG(i < 3 ? (size_t)c.calls > bytes / 500 : c.calls == 1, "%d pieces", c.calls);
         c.count = 0;
         CHECK(tok_encode_file(t, "empty", 1, collect, &c) == DT_OK && c.count == (i % 3 == 1));
         CHECK(tok_encode_file(t, "none", 1, collect, &c) == DT_ERR_IO);
