@@ -751,7 +751,8 @@ for x in "--dp 1" "--dp 2 --zero 1" "--dp 3 --zero 1" "--dp 4 --zero 1 --dtype b
     "--dp 2 --tp 2 --cp 2 --zero 1" "--dp 2 --optimizer sgd" "--dp 2 --zero 1 --optimizer sgd --momentum 0.9 --dtype bf16" \
     "--dp 4 --zero 1 --reduce tree --accum 3" "--dp 2 --zero 1 --optimizer muon" "--dp 4 --zero 2 --offload-optim $dir" "--dp 2 --zero 3 --offload-params cpu" \
     "--dp 4 --zero 3 --dtype bf16 --offload-optim $dir --offload-params $dir" \
-    "--dp 4 --zero 2 --dtype bf16 --grad-dtype bf16" "--dp 2 --dtype f16 --grad-dtype f16 --reduce tree --accum 2"; do
+    "--dp 4 --zero 2 --dtype bf16 --grad-dtype bf16" "--dp 2 --dtype f16 --grad-dtype f16 --reduce tree --accum 2" \
+    "--tp 4 --cp 2 --expert-tp 2 --experts 4 --zero 1"; do
     timeout $((60 * SLOW)) "$B/train_gpt" $needs $x --dry-run >"$dir/dry" 2>&1
     formula <(sed -n '/live at the end/,$p' "$dir/dry")
     report $? "--dry-run $x: params, grads and optim equal the formula: $(sed -n '/live at the end/,$p' "$dir/dry" | grep -E '^  (params|grads|optim)' | tr -s ' ' | tr '\n' ' ')"
