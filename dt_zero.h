@@ -96,12 +96,12 @@
                 (section 16). At stage 3 a parameter's `data` is NULL outside of the block that uses
                 the parameter: read the values with dt_read or dt_data.
      Types      f32, f64, bf16 and f16. Mixed precision: bf16 and f16 parameters have f32 gradients,
-                (dt_zero_desc.grad_dtype: 16-bit sums of them), and an f32 master weight in the
-                optimizer state. The update changes the master
-                weight and rounds it to the parameter. The first step copies the master weight from
-                the parameter. If the program writes a bf16 or f16 parameter after the first step,
-                the next step overwrites the written value. Losses are scaled if any parameter is
-                f16, because f16 holds only values from 6e-8 to 65,504; bf16 has the range of f32.
+                or 16-bit sums of them (dt_zero_desc.grad_dtype), and an f32 master weight in the
+                optimizer state. The update changes the master weight and rounds it to the
+                parameter. The first step copies the master weight from the parameter. If the
+                program writes a bf16 or f16 parameter after the first step, the next step
+                overwrites the written value. Losses are scaled if any parameter is f16, because f16
+                holds only values from 6e-8 to 65,504; bf16 has the range of f32.
      Errors     Errors are sticky, as in dt_tensor.h.
                 Gradients: a step whose gradient norm is not finite changes nothing. With a loss
                 scale every rank skips the step; without one every rank fails (DT_ERR_NUMERIC). The
@@ -626,11 +626,10 @@ typedef struct dt_zero_formula_desc {
     int ranks;         /* N; 0 means 1 */
     int micros;        /* `a`; 0 means 1 */
     int keep_gathered; /* 1: stage 3 gathers parameters once a step */
-    /* P, G and O. With Adam they are 4, 4, 8 for f32, 8, 8, 16 for f64, 2, 4, 12 for bf16 and
-       f16 with f32 master weights, and 2, 2, 12 with 16-bit gradients (dt_zero_desc.grad_dtype), as
-       in the paper. O is 4 less
-       for SGD with momentum, 8 less without; an EMA adds 4 (f64: twice as much). If all three are
-       0, they mean 4, 4, 8 */
+    /* P, G and O. With Adam they are 4, 4, 8 for f32, 8, 8, 16 for f64, 2, 4, 12 for bf16 and f16
+       with f32 master weights, and 2, 2, 12 with 16-bit gradients (dt_zero_desc.grad_dtype), as in
+       the paper. O is 4 less for SGD with momentum, 8 less without; an EMA adds 4 (f64: twice as
+       much). If all three are 0, they mean 4, 4, 8 */
     double values, grads, state;
 } dt_zero_formula_desc;
 /* Bytes in the memory of one rank; `sent` is the bytes that the rank sends in one step. */

@@ -1323,8 +1323,8 @@ static struct {
     tok *tok;
     int32_t *bytes; /* (vocabulary of the model): bytes of text of each token; NULL without one */
     char path[4096];
-    char
-        unusable[512]; /* why the model's own tokenizer cannot be used; empty: it can, or is none */
+    /* why the tokenizer in the folder of --model cannot be used; else empty */
+    char unusable[512];
 } tokenizer;
 
 /* Writes what a checkpoint says of the data (see check_sources): digests of the tokenizer and of the
