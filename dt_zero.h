@@ -297,7 +297,7 @@ typedef struct dt_zero_desc {
        in f32 and rounded; a sum over ranks is computed in f32 and rounded once; each addition of a
        micro-batch rounds, so many micro-batches lose small terms. t->grad is then NULL: use
        dt_zero_grad. DT_F32 (0): all gradients are summed in the type of dt_grad_dtype. Not with
-       DT_MUON or DT_ONEBIT_ADAM */
+       DT_MUON or DT_ONEBIT_ADAM; DT_ERR_ARG if no trained parameter on any rank has this type */
     dt_dtype grad_dtype;
     /* maximum size of a bucket in bytes, unless one parameter is larger; 0 means 25 MiB */
     size_t bucket_bytes;
@@ -1226,6 +1226,11 @@ static dt_status dt__wide_grads_make(dt_zero *zero) {
         if (z->bucket.sum_dtype != z->bucket.grad_dtype && !z->bucket.frozen && z->count > longest)
             longest = z->count;
     }
+    if (zero->desc.grad_dtype != DT_F32 &&
+        dt__max_over_ranks(zero, zero->mesh.world, longest) == 0 && dt_error(zero->ctx) == DT_OK)
+        return dt_fail(zero->ctx, DT_ERR_ARG,
+            "dt_zero_make: .grad_dtype %s, but no trained parameter has this type: use 0",
+            dt_dtype_name(zero->desc.grad_dtype));
     zero->wide_count = longest < most ? longest : most;
     if (zero->wide_count > 0)
         zero->wide_grads = dt_alloc(zero->ctx, zero->chunks ? DT_MEM_HOST : DT_MEM_TEMP,

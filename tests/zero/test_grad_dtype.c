@@ -432,6 +432,7 @@ static void test_refusals(void) {
             "DT_MUON" },
         { { .grad_dtype = DT_F64 }, DT_ERR_ARG, "f64" },
         { { .grad_dtype = DT_U8 }, DT_ERR_ARG, "u8" },
+        { { .grad_dtype = DT_F16 }, DT_ERR_ARG, "no trained parameter has this type" },
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         job *j = job_new(1, 1, cases[i].zero);
