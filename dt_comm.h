@@ -836,6 +836,8 @@ DT__CPP_WARNINGS_OFF
 #define MPICH_SKIP_MPICXX 1
 #include <mpi.h>
 #endif
+
+DT__CONTROL_BEGIN
 #endif /* DT_IMPLEMENTATION */
 
 #if (defined(DT__COMM_CODE) || defined(DT__COMM_INTERNALS)) && !defined(DT__COMM_STRUCTS)
@@ -10240,6 +10242,7 @@ dt_status dt_trace_write(dt_comm *comm, const char *path) {
     return dt_error(ctx);
 }
 
+DT__CONTROL_END
 DT__CPP_WARNINGS_ON
 #undef DT__COMM_CODE
 #endif /* DT_COMM_IMPL */

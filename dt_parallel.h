@@ -1106,6 +1106,8 @@ DT_API dt_status dt_dry_begin(dt_ctx *ctx, dt_dry *dry);
 
 DT__CPP_WARNINGS_OFF
 
+DT__CONTROL_BEGIN
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -5426,6 +5428,7 @@ dt_status dt_dry_begin(dt_ctx *ctx, dt_dry *dry) {
 }
 #endif
 
+DT__CONTROL_END
 DT__CPP_WARNINGS_ON
 #endif /* DT_PARALLEL_IMPL */
 

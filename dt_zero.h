@@ -674,6 +674,8 @@ DT__CPP_WARNINGS_OFF
 #include <limits.h>
 #include <sys/resource.h>
 
+DT__CONTROL_BEGIN
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -7401,6 +7403,7 @@ DT__DEFINE_AT_SITE(
 }
 #endif
 
+DT__CONTROL_END
 DT__CPP_WARNINGS_ON
 #endif /* DT_ZERO_IMPL */
 
