@@ -30,7 +30,11 @@
        }
 
    BUILD
-       cc -O3 train.c -lm -lpthread                 C11 or C++17; gcc, clang
+       cc -O2 train.c -lm -lpthread                 C11 or C++17; gcc, clang
+       echo '#include "dt_comm.h"' | cc -O2 -DDT_IMPLEMENTATION -x c -c -o dt.o -
+       cc -O2 train.c dt.o -lm -lpthread            the same in two commands, with a train.c that
+                                                    does not define DT_IMPLEMENTATION; after an edit
+                                                    of train.c only the second one is needed
        nvcc -O3 train.c dt_kernels.cu -lcublasLt -lnccl     CUDA
        mpicc -O3 -DDT_USE_MPI train.c -lm -lpthread     MPI; mpirun -np 4 ./a.out
 
@@ -837,7 +841,7 @@ DT__CPP_WARNINGS_OFF
 #include <mpi.h>
 #endif
 
-DT__CONTROL_BEGIN
+DT__O1_BEGIN
 #endif /* DT_IMPLEMENTATION */
 
 #if (defined(DT__COMM_CODE) || defined(DT__COMM_INTERNALS)) && !defined(DT__COMM_STRUCTS)
@@ -10242,7 +10246,7 @@ dt_status dt_trace_write(dt_comm *comm, const char *path) {
     return dt_error(ctx);
 }
 
-DT__CONTROL_END
+DT__O1_END
 DT__CPP_WARNINGS_ON
 #undef DT__COMM_CODE
 #endif /* DT_COMM_IMPL */

@@ -44,7 +44,12 @@
        }
 
    BUILD
-       cc -O3 train.c -lm -lpthread                 C11 or C++17; gcc, clang; no -march needed
+       cc -O2 train.c -lm -lpthread                 C11 or C++17; gcc, clang; no -march needed
+       echo '#include "dt_tensor.h"' | cc -O2 -DDT_IMPLEMENTATION -x c -c -o dt.o -
+       cc -O2 train.c dt.o -lm -lpthread            the same in two commands, with a train.c that
+                                                    does not define DT_IMPLEMENTATION: after an edit
+                                                    of train.c only the second one, which takes less
+                                                    than a second, is needed
        g++ -std=c++20 -Wextra -Wno-missing-field-initializers
                                                     g++ warns about the fields that your
                                                     (dt_ctx_desc){ .seed = 1 } leaves zero
@@ -60,8 +65,7 @@
                            warns.                                                      (everywhere)
        DT_NO_KERNELS       leaves out all CPU kernels except fill, copy, cast, digest, quantize,
                            reduce and permute, for a program that only communicates (dt_comm.h).
-                           With -O3 the program compiles in a third of the time and is less than
-                           half as large.
+                           The program compiles in half of the time and is half as large.
                            On the CPU an op that needs another kernel fails: DT_ERR_UNSUPPORTED.
                                                                                    (implementation)
        DT_USE_CBLAS        computes f32 and f64 matrix products with <cblas.h>. Link a BLAS, for
@@ -114,7 +118,8 @@
     31. CPU kernels: attention (naive attention, flash attention, online softmax, log-sum-exp merge,
         grouped-query attention)
     32. CPU kernels: losses and optimizers (cross-entropy; Adam, 1-bit Adam)
-    33. The CPU kernel table
+    33. CPU kernels compiled once for each type (random numbers, rows by index, im2col, dropout)
+    34. The CPU kernel table
 
    CONTRACT
      Memory     The context owns everything it hands out. Parameters live until dt_ctx_free; other
@@ -183,16 +188,16 @@
 #define DT__CPP_WARNINGS_ON
 #endif
 
-/* The implementations outside of the kernels, between DT__CONTROL_BEGIN and DT__CONTROL_END, are
-   compiled with -O1 if the program is optimized more. This code waits for kernels, messages and
-   files: -O2 and -O3 would make it compile two to three times as long, but not measurably faster.
-   clang has no such pragma. */
+/* Code between DT__O1_BEGIN and DT__O1_END is compiled with -O1 if the program is optimized more.
+   This is all code outside of the kernels: it waits for kernels, messages and files, and -O2 or -O3
+   would make it compile two to three times as long, but not measurably faster. clang has no such
+   pragma. */
 #if defined(__OPTIMIZE__) && defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
-#define DT__CONTROL_BEGIN _Pragma("GCC push_options") _Pragma("GCC optimize(\"O1\")")
-#define DT__CONTROL_END _Pragma("GCC pop_options")
+#define DT__O1_BEGIN _Pragma("GCC push_options") _Pragma("GCC optimize(\"O1\")")
+#define DT__O1_END _Pragma("GCC pop_options")
 #else
-#define DT__CONTROL_BEGIN
-#define DT__CONTROL_END
+#define DT__O1_BEGIN
+#define DT__O1_END
 #endif
 
 #ifdef __cplusplus
@@ -277,7 +282,8 @@ DT_API int64_t dt_count(dt_shape shape);
    table for dry runs that only counts, or a table of naive kernels written in a course. */
 
 /* The kernel list: DT_KERNELS(X) names every kernel once. One argument struct per kernel follows.
-   The optional fields of a struct fuse further operations into the kernel.
+   The optional fields of a struct fuse further operations into the kernel. The groups say for which
+   types and instruction sets the CPU's kernel is compiled (section 34).
 
    A kernel gets one argument struct and a stream. It returns DT_OK, DT_ERR_UNSUPPORTED (the table
    does not support a type or field that the arguments use) or DT_ERR_ARG. A kernel allocates no
@@ -292,16 +298,18 @@ DT_API int64_t dt_count(dt_shape shape);
    kernel overwrites the output. In the formulas (+)= stands for both. The order of each sum depends
    only on the array sizes that the kernel's comment names. */
 // clang-format off
-#define DT__FLOAT_KERNELS(X) \
-    X(init) X(sum) X(cumsum) X(patches) X(patches_back) X(max) X(binary) X(where) X(unary) \
-    X(unary_back) X(glu) X(glu_back) X(softmax) X(softmax_back) X(norm) X(norm_back) X(rope) \
-    X(dropout) X(embedding) X(embedding_back) X(topk) X(scatter) X(matmul) X(attention) \
-    X(attention_back) X(square_sums) X(cross_entropy) X(cross_entropy_merge) \
-    X(cross_entropy_back) X(pair_loss) X(pair_loss_back) X(adamw) X(sgd) X(momentum) \
-    X(frozen_adam) X(sign_pack) X(sign_unpack)
+#define DT__COPY_KERNELS(X) X(cast) X(fill) X(reduce) X(permute)
+#define DT__VECTOR_KERNELS(X) \
+    X(sum) X(cumsum) X(max) X(binary) X(where) X(unary) X(unary_back) X(glu) X(glu_back) \
+    X(softmax) X(softmax_back) X(norm) X(norm_back) X(embedding_back) X(square_sums) \
+    X(cross_entropy) X(cross_entropy_back) X(pair_loss) X(pair_loss_back) X(adamw)
+#define DT__PRODUCT_KERNELS(X) X(matmul) X(attention) X(attention_back)
+#define DT__SCALAR_KERNELS(X) \
+    X(init) X(patches) X(patches_back) X(scatter) X(topk) X(rope) X(dropout) X(embedding) \
+    X(cross_entropy_merge) X(sgd) X(momentum) X(frozen_adam) X(sign_pack) X(sign_unpack)
 // clang-format on
-/* Kernels that exist on the CPU once for each compute type and instruction set. */
-#define DT__VARIANT_KERNELS(X) X(cast) X(fill) X(reduce) X(permute) DT__FLOAT_KERNELS(X)
+#define DT__VARIANT_KERNELS(X) \
+    DT__COPY_KERNELS(X) DT__VECTOR_KERNELS(X) DT__PRODUCT_KERNELS(X) DT__SCALAR_KERNELS(X)
 #define DT_KERNELS(X) X(copy) X(digest) X(quantize) DT__VARIANT_KERNELS(X)
 
 typedef struct dt_fill_args { /* out[i] = value */
@@ -2501,7 +2509,7 @@ DT__CPP_WARNINGS_OFF
 #error "dt: #define _GNU_SOURCE before the first #include of the implementation file, or use gnu11"
 #endif
 
-DT__CONTROL_BEGIN
+DT__O1_BEGIN
 
 #ifdef __cplusplus
 extern "C" {
@@ -12310,7 +12318,7 @@ dt_status dt_weights_close(dt_weights *w) {
     return ctx->status;
 }
 
-DT__CONTROL_END
+DT__O1_END
 
 // ==== 28. Arithmetic on the CPU =================================================================
 
@@ -12323,12 +12331,9 @@ DT__CONTROL_END
    fused multiply-add (fp-contract=off), and every sum has a fixed number of lanes. Each result is
    computed by one thread: the terms of a sum are never divided among threads. */
 
-/* Turns off contraction and some optimizations. clang obeys the standard pragma; gcc ignores that
-   pragma and has the option fp-contract instead. The other options change no value.
-   no-trapping-math lets gcc vectorize loops that contain a ? b : c. This is safe, because no code
-   reads the exception flags. The remaining options turn off optimizations of -O3 that duplicate
-   loops and functions; this file writes the useful duplicates out itself. Without these
-   optimizations, the build time and the code are a quarter smaller. */
+/* Turns off contraction. clang obeys the standard pragma; gcc ignores it and has the option
+   fp-contract instead. no-trapping-math, which changes no value, lets gcc vectorize loops that
+   contain a ? b : c. This is safe, because no code reads the exception flags. */
 #if defined(__clang__)
 #pragma STDC FP_CONTRACT OFF
 #elif defined(__GNUC__)
@@ -12336,9 +12341,7 @@ DT__CONTROL_END
 #pragma nv_diag_suppress 1675 /* nvcc does not know the next pragma, but passes it on to gcc */
 #endif
 #pragma GCC push_options
-#pragma GCC optimize( \
-    "fp-contract=off", "no-trapping-math", "no-unswitch-loops", "no-split-loops", "no-peel-loops")
-#pragma GCC optimize("no-ipa-cp-clone", "no-tree-loop-distribution")
+#pragma GCC optimize("fp-contract=off", "no-trapping-math")
 #endif
 
 /* Instruction sets of the CPU, slowest first. The plain set, which has no special instructions, is
@@ -12474,7 +12477,7 @@ static void *dt__align64(void *p) { return (char *)p + (64 - ((uintptr_t)p & 63)
 /* Requests n elements of an array ahead of their use; they need not exist. The processor prefetches
    by itself what is read in order. It does not prefetch the beginning of the next page or of the
    next row of a slice, nor loads with a mask, to which compilers turn a ? b : c in a loop. */
-static inline void dt__prefetch(dt_dtype dtype, const void *array, int64_t at, int64_t n) {
+DT__INLINE void dt__prefetch(dt_dtype dtype, const void *array, int64_t at, int64_t n) {
     int64_t size = (int64_t)dt_dtype_size(dtype);
     uintptr_t p = (uintptr_t)array + (uintptr_t)(at * size);
     for (int64_t i = 0; i < n * size; i += 64) __builtin_prefetch((const void *)(p + (uintptr_t)i));
@@ -12743,12 +12746,12 @@ DT__CPP_WARNINGS_ON
 #endif /* DT_TENSOR_IMPL */
 
 #ifdef DT__BITS
-/* Section 32 includes this part of the file once for every compute type and instruction set.
+/* Section 34 includes this part of the file once for every compute type and instruction set.
    DT__BITS selects the compute type (32 for float, 64 for double, 1 for int32_t, 2 for int64_t, 3
    for uint8_t) and DT__ISA the instruction set. DT__FLOATS is 0 for the integer types, and with
    DT_NO_KERNELS for all types: then only the kernels that communication needs are compiled.
    DT__K(name) appends the type and the instruction set to a name. DT__FN begins every function. The
-   loops are plain C that the compiler vectorizes (-O3). Intrinsics are used only in the
+   loops are plain C that the compiler vectorizes. Intrinsics are used only in the
    micro-kernel of the matrix product, transpositions, square roots and non-temporal stores. */
 #define DT__JOIN2(name, suffix) dt__##name##suffix
 #define DT__JOIN(name, suffix) DT__JOIN2(name, suffix)
@@ -12792,6 +12795,20 @@ DT__CPP_WARNINGS_ON
 #else
 #define DT__FLOATS 0
 #endif
+/* The groups of kernels that this pass compiles: see section 34. */
+#if DT__BITS != 64 || DT__ISA == 0
+#define DT__VECTORS 1
+#define DT__VECTOR(name) DT__K(name)
+#else
+#define DT__VECTORS 0
+#define DT__VECTOR(name) DT__JOIN(name, _f64_plain)
+#endif
+#define DT__SCALARS (DT__ISA == 0)
+#if DT__BITS == 32
+#define DT__SCALAR(name) DT__JOIN(name, _f32_plain)
+#else
+#define DT__SCALAR(name) DT__JOIN(name, _f64_plain)
+#endif
 
 /* A tile of the matrix product has DT__MR rows of two vectors each (DT__NR columns). A tile of
    attention has DT__ATTENTION_MR rows. The sums of a tile must fit in the vector registers: 14 rows
@@ -12805,7 +12822,6 @@ DT__CPP_WARNINGS_ON
 #define DT__MATMUL_ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13)
 #define DT__ATTENTION_MR 8
 #define DT__ATTENTION_ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
-#if DT__BITS == 32
 #define DT__SUFFIX _f32_avx512
 #define DT__V __m512
 #define DT__ZERO _mm512_setzero_ps()
@@ -12813,16 +12829,7 @@ DT__CPP_WARNINGS_ON
 #define DT__STORE(p, v) _mm512_storeu_ps(p, v)
 #define DT__FMADD(x, v, sum) _mm512_fmadd_ps(_mm512_set1_ps(x), v, sum)
 #define DT__SQRT(v) _mm512_maskz_sqrt_ps(0xffff, v) /* gcc 12 warns about _mm512_sqrt_ps in C++ */
-#else
-#define DT__SUFFIX _f64_avx512
-#define DT__V __m512d
-#define DT__ZERO _mm512_setzero_pd()
-#define DT__LOAD(p) _mm512_loadu_pd(p)
-#define DT__STORE(p, v) _mm512_storeu_pd(p, v)
-#define DT__FMADD(x, v, sum) _mm512_fmadd_pd(_mm512_set1_pd(x), v, sum)
-#define DT__SQRT(v) _mm512_maskz_sqrt_pd(0xff, v)
-#endif
-#elif DT__ISA == 1 && defined(__x86_64__) /* AVX2 and FMA */
+#elif DT__ISA == 1 && defined(__x86_64__)           /* AVX2 and FMA */
 #define DT__FN static __attribute__((target("avx2,fma")))
 #define DT__MR 6
 #define DT__MATMUL_ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5)
@@ -12897,6 +12904,16 @@ DT__CPP_WARNINGS_ON
 #define DT__MR_ROUNDED ((DT__MR + DT__NV - 1) / DT__NV * DT__NV)
 #endif
 
+/* gcc compiles the loops with the vectorizer and the cheap optimizations of -O1, whatever the
+   program's -O is. The other optimizations of -O2 and -O3 make the kernels hardly faster, but twice
+   as long to compile and twice as large. The plain kernels of x86-64 and AArch64 are not
+   vectorized: nearly all of these processors have the wider vectors. */
+DT__O1_BEGIN
+#if defined(__OPTIMIZE__) && defined(__GNUC__) && !defined(__clang__) && \
+    (DT__ISA > 0 || !(defined(__x86_64__) || defined(__aarch64__)))
+#pragma GCC optimize("tree-vectorize", "vect-cost-model=dynamic")
+#endif
+
 /* ---- loading and storing ---- */
 
 #if DT__BITS == 32
@@ -12929,6 +12946,7 @@ DT__FN const DT__REAL *DT__K(load)(
     return (const DT__REAL *)array + at;
 }
 
+#if DT__VECTORS
 /* Like load, for n <= DT__STRIP elements that are `stride` apart. */
 DT__FN const DT__REAL *DT__K(load_strided)(
     dt_dtype dtype, const void *array, int64_t at, int64_t stride, int64_t n, DT__REAL *buf) {
@@ -12949,6 +12967,7 @@ DT__FN const DT__REAL *DT__K(load_strided)(
         for (int64_t i = 0; i < n; i++) buf[i] = x[i * stride];
     return buf;
 }
+#endif
 
 /* Copies with non-temporal stores: they neither read the destination into the cache, as an ordinary
    store does, nor evict anything from it. They are fast only if they fill whole cache lines.
@@ -13012,7 +13031,7 @@ DT__FN void DT__K(store)(
 
 /* `transpose` copies DT__TRANSPOSE rows of n words to columns of a panel. It may write a row of the
    panel past the panel's width; the next row overwrites the excess. */
-#if DT__BITS == 32 && DT__ISA == 2
+#if DT__ISA == 2
 #define DT__TRANSPOSE 16
 /* masked forms, because gcc 12 warns about the unmasked forms in C++ */
 #define DT__LOW(x, y) _mm512_maskz_unpacklo_ps(0xffff, x, y)
@@ -13083,7 +13102,7 @@ DT__FN void DT__K(transpose)(
         for (int l = 0; l < DT__TRANSPOSE; l++) panel[p * width + l] = row[l][p];
 }
 
-#if DT__FLOATS
+#if DT__FLOATS && DT__VECTORS
 
 /* ---- activations ---- */
 
@@ -13247,6 +13266,9 @@ DT__FN void DT__K(act_back)(int act, const DT__REAL *x, const DT__REAL *d, int64
 }
 #undef DT__GELU_A
 #undef DT__GELU_B
+#endif /* vector kernels */
+
+#if DT__FLOATS
 
 // ==== 29. Matrix product on the CPU =============================================================
 
@@ -13299,9 +13321,9 @@ DT__FN inline __attribute__((always_inline)) void DT__K(epilogue_rows)(const dt_
             for (int64_t j = 0; j < cols; j++) pre_activation[i * DT__NR + j] = x[j];
     }
     if (a->activation_backward)
-        DT__K(act_back)(a->activation, rows > 1 ? pre_activation : x, tile, all, tile, 1, 0);
+        DT__VECTOR(act_back)(a->activation, rows > 1 ? pre_activation : x, tile, all, tile, 1, 0);
     else if (a->activation)
-        DT__K(act)(a->activation, tile, all, tile, 1, 0);
+        DT__VECTOR(act)(a->activation, tile, all, tile, 1, 0);
     for (int64_t i = 0; i < rows; i++, at += a->ldc) {
         DT__REAL *t = tile + i * ld;
         if (a->residual) {
@@ -13446,7 +13468,7 @@ DT__FN __attribute__((noinline)) void DT__K(attention_micro_kernel)(int64_t k, c
 /* The micro-kernel for bf16, which uses the processor's dot product of pairs (vdpbf16ps). A 32-bit
    word holds the elements of k indices 2p and 2p + 1. A panel of words is read like a panel of
    floats. Each step adds both products of a pair to the sum. */
-#if DT__BITS == 32 && DT__ISA == 2
+#if DT__ISA == 2
 #define DT__PAIR_STEP(i) \
     c##i##_0 = _mm512_dpbf16_ps(c##i##_0, (__m512bh)_mm512_set1_ps(a[i]), (__m512bh)b0); \
     c##i##_1 = _mm512_dpbf16_ps(c##i##_1, (__m512bh)_mm512_set1_ps(a[i]), (__m512bh)b1);
@@ -13490,7 +13512,7 @@ DT__FN void DT__K(pack_rows)(dt_dtype dtype, int quant, int pairs, DT__REAL *pan
        copy overruns the panel's row, and the copy of the next row overwrites the excess. */
     int can_overrun = have >= DT__MR_ROUNDED;
     if (have > width) have = width;
-#if DT__BITS == 32 && DT__ISA == 2
+#if DT__ISA == 2
     if (pairs) {
         for (int64_t p = 0; p < terms; p += 2, panel += width, at += 2 * ld) {
             const uint16_t *one = (const uint16_t *)from + at,
@@ -13528,7 +13550,7 @@ DT__FN void DT__K(pack_rows)(dt_dtype dtype, int quant, int pairs, DT__REAL *pan
    conversion is needed, returns a pointer into the source. Otherwise fills and returns `buf`. */
 DT__FN const DT__REAL *DT__K(load_words)(dt_dtype dtype, int quant, int pairs, const void *from,
     int64_t at, int64_t terms, DT__REAL *buf) {
-#if DT__BITS == 32 && DT__ISA == 2
+#if DT__ISA == 2
     if (pairs) {
         memset(buf, 0, 64 * sizeof *buf);
         memcpy(buf, (const uint16_t *)from + at, (size_t)terms * 2);
@@ -13736,7 +13758,7 @@ DT__FN dt_status DT__K(matmul_with)(const dt_matmul_args *args, int pairs) {
     memset(&w, 0, sizeof w);
     w.args = &a;
     w.micro_kernel = DT__K(matmul_micro_kernel);
-#if DT__BITS == 32 && DT__ISA == 2
+#if DT__ISA == 2
     if (pairs) w.micro_kernel = DT__K(matmul_pair_micro_kernel);
 #endif
     w.pairs = pairs;
@@ -13767,7 +13789,7 @@ DT__FN dt_status DT__K(matmul_with)(const dt_matmul_args *args, int pairs) {
 }
 
 DT__FN dt_status DT__K(matmul)(const dt_matmul_args *a) {
-#if DT__BITS == 32 && DT__ISA == 2
+#if DT__ISA == 2
     if (a->dtype == DT_BF16 && !a->b_quant && dt__bf16_pairs_are_fast())
         return DT__K(matmul_with)(a, 1);
 #endif
@@ -13787,6 +13809,7 @@ DT__FN dt_status DT__K(matmul)(const dt_matmul_args *a) {
    So the order of the sum depends on n alone, and the compiler can vectorize the sum without
    reordering. */
 
+#if DT__VECTORS
 DT__FN dt_status DT__K(fill)(const dt_fill_args *a) {
     DT__REAL strip[DT__STRIP], value;
 #if DT__BITS < 32
@@ -13945,6 +13968,8 @@ DT__FN dt_status DT__K(permute)(const dt_permute_args *args) {
     return DT_OK;
 }
 
+#endif /* vector kernels */
+
 #if DT__FLOATS
 
 /* Sets `total` to the sum of TERM, an expression in j, over 0 <= j < n. The sum is computed in 16
@@ -13966,6 +13991,9 @@ DT__FN dt_status DT__K(permute)(const dt_permute_args *args) {
             for (int l_ = 0; l_ < w_; l_++) lane_[l_] += lane_[l_ + w_]; \
         (total) = lane_[0]; \
     } while (0)
+#endif /* floating types */
+
+#if DT__FLOATS && DT__VECTORS
 
 DT__FN DT__REAL DT__K(total)(const DT__REAL *x, int64_t n) {
     DT__REAL total;
@@ -13990,37 +14018,6 @@ DT__FN DT__REAL DT__K(largest)(const DT__REAL *x, int64_t n) {
     for (; at < n; at++) lane[0] = x[at] > lane[0] ? x[at] : lane[0];
     for (int l = 1; l < 16; l++) lane[0] = lane[l] > lane[0] ? lane[l] : lane[0];
     return lane[0];
-}
-
-/* Initial values from the counter-based RNG. The four words of counter c give the elements with
-   global indices 2c and 2c + 1: two uniform values, or the Box-Muller pair sqrt(-2 ln u) cos(2 pi
-   v), sqrt(-2 ln u) sin(2 pi v). So a rank can compute any range of a parameter without the other
-   ranks. */
-DT__FN dt_status DT__K(init)(const dt_init_args *a) {
-    DT__REAL out[DT__STRIP];
-    for (uint64_t at = 0; at < a->count; at += DT__STRIP) {
-        uint64_t end = a->count - at < DT__STRIP ? a->count : at + DT__STRIP;
-        for (uint64_t i = at; i < end;) {
-            uint64_t index = a->offset + i;
-            double pair[2];
-            uint32_t word[4];
-            dt__philox(a->key, index / 2, word);
-            double u = dt__uniform53(word[0], word[1]), v = dt__uniform53(word[2], word[3]);
-            if (a->normal) {
-                /* log(1 - u) is finite, because 1 - u is in (0, 1] */
-                double radius = a->scale * sqrt(-2 * log(1 - u)), angle = 6.283185307179586 * v;
-                pair[0] = radius * cos(angle);
-                pair[1] = radius * sin(angle);
-            } else {
-                pair[0] = a->scale * (2 * u - 1);
-                pair[1] = a->scale * (2 * v - 1);
-            }
-            for (; i < end && (a->offset + i) / 2 == index / 2; i++)
-                out[i - at] = (DT__REAL)pair[(a->offset + i) & 1];
-        }
-        DT__K(store)(a->dtype, a->out, (int64_t)at, (int64_t)(end - at), out, 0);
-    }
-    return DT_OK;
 }
 
 DT__FN dt_status DT__K(binary)(const dt_binary_args *a) {
@@ -14256,59 +14253,6 @@ DT__FN dt_status DT__K(cumsum)(const dt_cumsum_args *a) {
     return DT_OK;
 }
 
-/* im2col. Each row of out is one pixel of `in`, or padding. */
-DT__FN dt_status DT__K(patches)(const dt_patches_args *a) {
-    const dt_window *w = &a->window;
-    DT__REAL buf[DT__STRIP], pad[DT__STRIP];
-    int64_t each = w->kernel[0] * w->kernel[1], columns = w->out[1],
-            rows = w->batch * w->out[0] * columns * each;
-    int mode = dt__store_mode(0, rows * w->channels, a->dtype);
-    for (int i = 0; i < DT__STRIP; i++) pad[i] = (DT__REAL)a->pad_value;
-    for (int64_t r = 0; r < rows; r++) {
-        int64_t at = r / each, k = r % each, image = at / (w->out[0] * columns);
-        int64_t y = at / columns % w->out[0] * w->stride[0] - w->padding[0] +
-                    k / w->kernel[1] * w->dilation[0],
-                x = at % columns * w->stride[1] - w->padding[1] + k % w->kernel[1] * w->dilation[1];
-        int inside = y >= 0 && y < w->in[0] && x >= 0 && x < w->in[1];
-        int64_t from = ((image * w->in[0] + y) * w->in[1] + x) * w->channels;
-        for (int64_t c = 0; c < w->channels; c += DT__STRIP) {
-            int64_t n = w->channels - c < DT__STRIP ? w->channels - c : DT__STRIP;
-            const DT__REAL *row = inside ? DT__K(load)(a->dtype, a->in, from + c, n, buf) : pad;
-            DT__K(store)(a->dtype, a->out, r * w->channels + c, n, row, mode);
-        }
-    }
-    return DT_OK;
-}
-
-/* col2im. Element k of the window at position `to` is the pixel, if to * stride is the pixel plus
-   padding minus the distance of element k. */
-DT__FN dt_status DT__K(patches_back)(const dt_patches_back_args *a) {
-    const dt_window *w = &a->window;
-    DT__REAL sum[DT__STRIP], buf[DT__STRIP];
-    int64_t each = w->kernel[0] * w->kernel[1], pixels = w->batch * w->in[0] * w->in[1];
-    int mode = dt__store_mode(a->accumulate, pixels * w->channels, a->dtype);
-    for (int64_t p = 0; p < pixels; p++)
-        for (int64_t c = 0; c < w->channels; c += DT__STRIP) {
-            int64_t n = w->channels - c < DT__STRIP ? w->channels - c : DT__STRIP;
-            memset(sum, 0, sizeof sum);
-            for (int64_t k = 0; k < each; k++) {
-                int64_t y = p / w->in[1] % w->in[0] + w->padding[0] -
-                            k / w->kernel[1] * w->dilation[0],
-                        x = p % w->in[1] + w->padding[1] - k % w->kernel[1] * w->dilation[1];
-                if (y < 0 || x < 0 || y % w->stride[0] || x % w->stride[1]) continue;
-                y /= w->stride[0];
-                x /= w->stride[1];
-                if (y >= w->out[0] || x >= w->out[1]) continue;
-                int64_t image = p / (w->in[0] * w->in[1]),
-                        from = ((image * w->out[0] + y) * w->out[1] + x) * each + k;
-                const DT__REAL *d = DT__K(load)(a->dtype, a->dout, from * w->channels + c, n, buf);
-                for (int64_t i = 0; i < n; i++) sum[i] += d[i];
-            }
-            DT__K(store)(a->dtype, a->dx, p * w->channels + c, n, sum, mode);
-        }
-    return DT_OK;
-}
-
 /* Returns 1 if a is greater than b in the order of max and topk, in which a NaN is greater than all
    numbers. */
 DT__FN inline int DT__K(is_greater)(DT__REAL a, DT__REAL b) {
@@ -14378,48 +14322,6 @@ DT__FN dt_status DT__K(max)(const dt_max_args *a) {
                 }
             }
             DT__K(store)(a->dtype, a->out, o * inner + c, have, best, 0);
-        }
-    }
-    return DT_OK;
-}
-
-DT__FN dt_status DT__K(scatter)(const dt_scatter_args *a) {
-    int64_t n = (int64_t)a->n, k = (int64_t)a->k, inner = (int64_t)a->inner;
-    dt_fill_args zeros = { a->dtype, a->out, a->outer * a->n * a->inner, 0 };
-    DT__REAL one;
-    if (!a->accumulate) DT__K(fill)(&zeros);
-    for (int64_t o = 0; o < (int64_t)a->outer; o++) {
-        for (int64_t j = 0; j < k * inner; j++) {
-            int64_t to = a->index[o * k * inner + j];
-            if (to < 0 || to >= n) return DT_ERR_ARG;
-            const DT__REAL *x = DT__K(load)(a->dtype, a->in, o * k * inner + j, 1, &one);
-            DT__K(store)(a->dtype, a->out, (o * n + to) * inner + j % inner, 1, x, 1);
-        }
-    }
-    return DT_OK;
-}
-
-/* Inserts each column of a row into a sorted list of at most k columns, which is fast enough
-   because k is small. Columns with equal values keep their order. */
-DT__FN dt_status DT__K(topk)(const dt_topk_args *a) {
-    int64_t cols = (int64_t)a->cols, k = (int64_t)a->k;
-    DT__REAL value, other;
-    if (k > cols) return DT_ERR_ARG;
-    for (int64_t r = 0; r < (int64_t)a->rows; r++) {
-        int32_t *index = a->index + r * k;
-        for (int64_t c = 0; c < cols; c++) {
-            const DT__REAL *x = DT__K(load)(a->dtype, a->in, r * cols + c, 1, &value);
-            int64_t at = c < k ? c : k; /* first the length of the list, then the insertion point */
-            while (at > 0 && DT__K(is_greater)(*x, *DT__K(load)(a->dtype, a->in,
-                                                       r * cols + index[at - 1], 1, &other))) {
-                if (at < k) index[at] = index[at - 1];
-                at--;
-            }
-            if (at < k) index[at] = (int32_t)c;
-        }
-        for (int64_t j = 0; j < k; j++) {
-            const DT__REAL *x = DT__K(load)(a->dtype, a->in, r * cols + index[j], 1, &value);
-            DT__K(store)(a->dtype, a->values, r * k + j, 1, x, 0);
         }
     }
     return DT_OK;
@@ -14523,82 +14425,6 @@ DT__FN dt_status DT__K(softmax_back)(const dt_softmax_back_args *a) {
     return DT_OK;
 }
 
-/* Rotary embedding (RoPE), arXiv:2104.09864. Rotates pair i of a head's elements, (x0, x1), by the
-   angle position * rate(i). The rotated pair is (x0 cos - x1 sin, x1 cos + x0 sin). All
-   heads of a token have the same angles. Angles, sines and cosines are computed in double, because
-   in float the cosine loses its last digits at positions in the thousands. */
-DT__FN dt_status DT__K(rope)(const dt_rope_args *a) {
-    enum { MAX_PAIRS = 256 };
-    int64_t dim = (int64_t)a->dim, rotary = (int64_t)a->rotary, half = rotary / 2,
-            heads = (int64_t)a->heads;
-    DT__REAL cosine[MAX_PAIRS], sine[MAX_PAIRS], buf[2 * MAX_PAIRS], out[2 * MAX_PAIRS];
-    double rate[MAX_PAIRS];
-    int mode = dt__store_mode(a->accumulate, (int64_t)a->tokens * heads * dim, a->dtype);
-    if (rotary % 2 || rotary > dim || dim > 2 * MAX_PAIRS) return DT_ERR_ARG;
-    for (int64_t i = 0; i < half; i++) rate[i] = dt_rope_rate(a, (size_t)i);
-    double factor = a->scaling.kind == DT_ROPE_YARN ? a->scaling.attention : 1;
-    /* pair i consists of elements i * step and i * step + distance */
-    int64_t step = a->interleaved ? 2 : 1, distance = a->interleaved ? 1 : half;
-    for (int64_t t = 0; t < (int64_t)a->tokens; t++) {
-        for (int64_t i = 0; i < half; i++) {
-            double angle = a->positions[t] * rate[i];
-            cosine[i] = (DT__REAL)(factor * cos(angle));
-            sine[i] = (DT__REAL)(factor * (a->inverse ? -sin(angle) : sin(angle)));
-        }
-        for (int64_t h = t * heads; h < (t + 1) * heads; h++) {
-            const DT__REAL *x = DT__K(load)(a->dtype, a->in, h * dim, dim, buf);
-            for (int64_t i = 0; i < half; i++) {
-                DT__REAL x0 = x[i * step], x1 = x[i * step + distance];
-                out[i * step] = x0 * cosine[i] - x1 * sine[i];
-                out[i * step + distance] = x1 * cosine[i] + x0 * sine[i];
-            }
-            for (int64_t i = rotary; i < dim; i++) out[i] = x[i];
-            DT__K(store)(a->dtype, a->out, h * dim, dim, out, mode);
-        }
-    }
-    return DT_OK;
-}
-
-/* Dropout. Columns 4c to 4c + 3 of a token use the four random words of counter (token, c). Whether
-   an element is dropped depends on `key`, token and column alone, so every rank and every
-   recomputation drops the same elements. */
-DT__FN dt_status DT__K(dropout)(const dt_dropout_args *a) {
-    DT__REAL out[DT__STRIP], buf[DT__STRIP], scale = (DT__REAL)(1 / (1 - a->p));
-    int64_t cols = (int64_t)a->cols;
-    uint64_t threshold = (uint64_t)(a->p * 4294967296.0);
-    int mode = dt__store_mode(a->accumulate, (int64_t)a->rows * cols, a->dtype);
-    for (int64_t r = 0; r < (int64_t)a->rows; r++) {
-        uint64_t token = (uint64_t)(uint32_t)(a->tokens ? a->tokens[r] : (int32_t)r) << 32;
-        for (int64_t c = 0; c < cols; c += DT__STRIP) {
-            int64_t n = cols - c < DT__STRIP ? cols - c : DT__STRIP;
-            const DT__REAL *x = DT__K(load)(a->dtype, a->in, r * cols + c, n, buf);
-            uint32_t word[4];
-            for (int64_t i = 0; i < n; i++) {
-                uint64_t column = (uint64_t)(a->offset + c + i);
-                if (i == 0 || column % 4 == 0) dt__philox(a->key, token | column / 4, word);
-                out[i] = word[column % 4] < threshold ? 0 : x[i] * scale;
-            }
-            DT__K(store)(a->dtype, a->out, r * cols + c, n, out, mode);
-        }
-    }
-    return DT_OK;
-}
-
-DT__FN dt_status DT__K(embedding)(const dt_embedding_args *a) {
-    size_t bytes = a->cols * dt_dtype_size(a->dtype);
-    for (size_t r = 0; r < a->rows; r++) {
-        int64_t id = a->ids[r], row = id - a->offset;
-        char *out = (char *)a->out + r * bytes;
-        int empty = a->allow_empty && id == -1;
-        if (!empty && (id < 0 || id >= a->vocab)) return DT_ERR_ARG;
-        if (empty || row < 0 || row >= a->table_rows)
-            memset(out, 0, bytes);
-        else
-            memcpy(out, (const char *)a->table + (size_t)row * bytes, bytes);
-    }
-    return DT_OK;
-}
-
 /* Adds the rows of dout, in order, to the rows of the table's gradient that their ids select. If
    the gradient is bf16 or f16, `work` holds the sums in the compute type. */
 DT__FN dt_status DT__K(embedding_back)(const dt_embedding_back_args *a) {
@@ -14623,7 +14449,7 @@ DT__FN dt_status DT__K(embedding_back)(const dt_embedding_back_args *a) {
     return DT_OK;
 }
 
-#endif /* floating types */
+#endif /* vector kernels of floating types */
 
 // ==== 31. CPU kernels: attention ================================================================
 
@@ -15344,7 +15170,7 @@ DT__FN dt_status DT__K(attention_back)(const dt_attention_back_args *g) {
 
 // ==== 32. CPU kernels: losses and optimizers ====================================================
 
-#if DT__FLOATS
+#if DT__FLOATS && DT__VECTORS
 /* Log-sum-exp: returns max + log(sum of e^(x - max)). The largest term is 1, so nothing overflows.
    The exponentials are computed in the compute type, their sum and its logarithm in double. */
 DT__FN double DT__K(log_sum_exp)(const DT__REAL *x, int64_t n) {
@@ -15358,30 +15184,6 @@ DT__FN double DT__K(log_sum_exp)(const DT__REAL *x, int64_t n) {
         sum += partial;
     }
     return (double)max + log(sum);
-}
-
-/* Combines the partial results of all ranks into the loss. For each row, lse = max + log(sum over
-   ranks of e^(the rank's lse - max)), where max is the largest lse of any rank, and the target
-   values of all ranks are added. */
-DT__FN dt_status DT__K(cross_entropy_merge)(const dt_cross_entropy_merge_args *a) {
-    double total = 0, squares = 0;
-    for (size_t r = 0; r < a->rows; r++) {
-        double lse = 0, target = 0, max = -INFINITY, sum = 0;
-        for (size_t i = 0; i < a->n; i++)
-            max =
-                a->partials[2 * (i * a->rows + r)] > max ? a->partials[2 * (i * a->rows + r)] : max;
-        for (size_t i = 0; i < a->n && a->labels[r] >= 0; i++) {
-            sum += (double)DT__EXP((DT__REAL)(a->partials[2 * (i * a->rows + r)] - max));
-            target += a->partials[2 * (i * a->rows + r) + 1];
-        }
-        if (a->labels[r] >= 0) lse = max + log(sum);
-        ((DT__REAL *)a->lse)[r] = (DT__REAL)lse;
-        total += lse - target;
-        squares += lse * lse;
-    }
-    *a->loss = total / a->denominator;
-    if (a->z_loss) *a->z_loss = squares / a->denominator;
-    return DT_OK;
 }
 
 /* Computes three values for each row: lse, the log-sum-exp over the columns; `on`, the label's
@@ -15546,6 +15348,240 @@ DT__FN dt_status DT__K(adamw)(const dt_adamw_args *a) {
     for (; a; a = a->next) DT__K(adamw_update)(a);
     return DT_OK;
 }
+#endif /* vector kernels of floating types */
+
+// ==== 33. CPU kernels compiled once for each type ===============================================
+
+/* Random numbers, rows by index, windows, RoPE, simple optimizers, 1-bit Adam. Wider vectors do not
+   pay here: the kernels compute one element at a time, or wait for memory. */
+
+#if DT__FLOATS && DT__SCALARS
+
+/* Initial values from the counter-based RNG. The four words of counter c give the elements with
+   global indices 2c and 2c + 1: two uniform values, or the Box-Muller pair sqrt(-2 ln u) cos(2 pi
+   v), sqrt(-2 ln u) sin(2 pi v). So a rank can compute any range of a parameter without the other
+   ranks. */
+DT__FN dt_status DT__K(init)(const dt_init_args *a) {
+    DT__REAL out[DT__STRIP];
+    for (uint64_t at = 0; at < a->count; at += DT__STRIP) {
+        uint64_t end = a->count - at < DT__STRIP ? a->count : at + DT__STRIP;
+        for (uint64_t i = at; i < end;) {
+            uint64_t index = a->offset + i;
+            double pair[2];
+            uint32_t word[4];
+            dt__philox(a->key, index / 2, word);
+            double u = dt__uniform53(word[0], word[1]), v = dt__uniform53(word[2], word[3]);
+            if (a->normal) {
+                /* log(1 - u) is finite, because 1 - u is in (0, 1] */
+                double radius = a->scale * sqrt(-2 * log(1 - u)), angle = 6.283185307179586 * v;
+                pair[0] = radius * cos(angle);
+                pair[1] = radius * sin(angle);
+            } else {
+                pair[0] = a->scale * (2 * u - 1);
+                pair[1] = a->scale * (2 * v - 1);
+            }
+            for (; i < end && (a->offset + i) / 2 == index / 2; i++)
+                out[i - at] = (DT__REAL)pair[(a->offset + i) & 1];
+        }
+        DT__K(store)(a->dtype, a->out, (int64_t)at, (int64_t)(end - at), out, 0);
+    }
+    return DT_OK;
+}
+
+/* im2col. Each row of out is one pixel of `in`, or padding. */
+DT__FN dt_status DT__K(patches)(const dt_patches_args *a) {
+    const dt_window *w = &a->window;
+    DT__REAL buf[DT__STRIP], pad[DT__STRIP];
+    int64_t each = w->kernel[0] * w->kernel[1], columns = w->out[1],
+            rows = w->batch * w->out[0] * columns * each;
+    int mode = dt__store_mode(0, rows * w->channels, a->dtype);
+    for (int i = 0; i < DT__STRIP; i++) pad[i] = (DT__REAL)a->pad_value;
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t at = r / each, k = r % each, image = at / (w->out[0] * columns);
+        int64_t y = at / columns % w->out[0] * w->stride[0] - w->padding[0] +
+                    k / w->kernel[1] * w->dilation[0],
+                x = at % columns * w->stride[1] - w->padding[1] + k % w->kernel[1] * w->dilation[1];
+        int inside = y >= 0 && y < w->in[0] && x >= 0 && x < w->in[1];
+        int64_t from = ((image * w->in[0] + y) * w->in[1] + x) * w->channels;
+        for (int64_t c = 0; c < w->channels; c += DT__STRIP) {
+            int64_t n = w->channels - c < DT__STRIP ? w->channels - c : DT__STRIP;
+            const DT__REAL *row = inside ? DT__K(load)(a->dtype, a->in, from + c, n, buf) : pad;
+            DT__K(store)(a->dtype, a->out, r * w->channels + c, n, row, mode);
+        }
+    }
+    return DT_OK;
+}
+
+/* col2im. Element k of the window at position `to` is the pixel, if to * stride is the pixel plus
+   padding minus the distance of element k. */
+DT__FN dt_status DT__K(patches_back)(const dt_patches_back_args *a) {
+    const dt_window *w = &a->window;
+    DT__REAL sum[DT__STRIP], buf[DT__STRIP];
+    int64_t each = w->kernel[0] * w->kernel[1], pixels = w->batch * w->in[0] * w->in[1];
+    int mode = dt__store_mode(a->accumulate, pixels * w->channels, a->dtype);
+    for (int64_t p = 0; p < pixels; p++)
+        for (int64_t c = 0; c < w->channels; c += DT__STRIP) {
+            int64_t n = w->channels - c < DT__STRIP ? w->channels - c : DT__STRIP;
+            memset(sum, 0, sizeof sum);
+            for (int64_t k = 0; k < each; k++) {
+                int64_t y = p / w->in[1] % w->in[0] + w->padding[0] -
+                            k / w->kernel[1] * w->dilation[0],
+                        x = p % w->in[1] + w->padding[1] - k % w->kernel[1] * w->dilation[1];
+                if (y < 0 || x < 0 || y % w->stride[0] || x % w->stride[1]) continue;
+                y /= w->stride[0];
+                x /= w->stride[1];
+                if (y >= w->out[0] || x >= w->out[1]) continue;
+                int64_t image = p / (w->in[0] * w->in[1]),
+                        from = ((image * w->out[0] + y) * w->out[1] + x) * each + k;
+                const DT__REAL *d = DT__K(load)(a->dtype, a->dout, from * w->channels + c, n, buf);
+                for (int64_t i = 0; i < n; i++) sum[i] += d[i];
+            }
+            DT__K(store)(a->dtype, a->dx, p * w->channels + c, n, sum, mode);
+        }
+    return DT_OK;
+}
+
+DT__FN dt_status DT__K(scatter)(const dt_scatter_args *a) {
+    int64_t n = (int64_t)a->n, k = (int64_t)a->k, inner = (int64_t)a->inner;
+    dt_fill_args zeros = { a->dtype, a->out, a->outer * a->n * a->inner, 0 };
+    DT__REAL one;
+    if (!a->accumulate) DT__K(fill)(&zeros);
+    for (int64_t o = 0; o < (int64_t)a->outer; o++) {
+        for (int64_t j = 0; j < k * inner; j++) {
+            int64_t to = a->index[o * k * inner + j];
+            if (to < 0 || to >= n) return DT_ERR_ARG;
+            const DT__REAL *x = DT__K(load)(a->dtype, a->in, o * k * inner + j, 1, &one);
+            DT__K(store)(a->dtype, a->out, (o * n + to) * inner + j % inner, 1, x, 1);
+        }
+    }
+    return DT_OK;
+}
+
+/* Inserts each column of a row into a sorted list of at most k columns, which is fast enough
+   because k is small. Columns with equal values keep their order. */
+DT__FN dt_status DT__K(topk)(const dt_topk_args *a) {
+    int64_t cols = (int64_t)a->cols, k = (int64_t)a->k;
+    DT__REAL value, other;
+    if (k > cols) return DT_ERR_ARG;
+    for (int64_t r = 0; r < (int64_t)a->rows; r++) {
+        int32_t *index = a->index + r * k;
+        for (int64_t c = 0; c < cols; c++) {
+            const DT__REAL *x = DT__K(load)(a->dtype, a->in, r * cols + c, 1, &value);
+            int64_t at = c < k ? c : k; /* first the length of the list, then the insertion point */
+            while (at > 0 && DT__K(is_greater)(*x, *DT__K(load)(a->dtype, a->in,
+                                                       r * cols + index[at - 1], 1, &other))) {
+                if (at < k) index[at] = index[at - 1];
+                at--;
+            }
+            if (at < k) index[at] = (int32_t)c;
+        }
+        for (int64_t j = 0; j < k; j++) {
+            const DT__REAL *x = DT__K(load)(a->dtype, a->in, r * cols + index[j], 1, &value);
+            DT__K(store)(a->dtype, a->values, r * k + j, 1, x, 0);
+        }
+    }
+    return DT_OK;
+}
+
+/* Rotary embedding (RoPE), arXiv:2104.09864. Rotates pair i of a head's elements, (x0, x1), by the
+   angle position * rate(i). The rotated pair is (x0 cos - x1 sin, x1 cos + x0 sin). All
+   heads of a token have the same angles. Angles, sines and cosines are computed in double, because
+   in float the cosine loses its last digits at positions in the thousands. */
+DT__FN dt_status DT__K(rope)(const dt_rope_args *a) {
+    enum { MAX_PAIRS = 256 };
+    int64_t dim = (int64_t)a->dim, rotary = (int64_t)a->rotary, half = rotary / 2,
+            heads = (int64_t)a->heads;
+    DT__REAL cosine[MAX_PAIRS], sine[MAX_PAIRS], buf[2 * MAX_PAIRS], out[2 * MAX_PAIRS];
+    double rate[MAX_PAIRS];
+    int mode = dt__store_mode(a->accumulate, (int64_t)a->tokens * heads * dim, a->dtype);
+    if (rotary % 2 || rotary > dim || dim > 2 * MAX_PAIRS) return DT_ERR_ARG;
+    for (int64_t i = 0; i < half; i++) rate[i] = dt_rope_rate(a, (size_t)i);
+    double factor = a->scaling.kind == DT_ROPE_YARN ? a->scaling.attention : 1;
+    /* pair i consists of elements i * step and i * step + distance */
+    int64_t step = a->interleaved ? 2 : 1, distance = a->interleaved ? 1 : half;
+    for (int64_t t = 0; t < (int64_t)a->tokens; t++) {
+        for (int64_t i = 0; i < half; i++) {
+            double angle = a->positions[t] * rate[i];
+            cosine[i] = (DT__REAL)(factor * cos(angle));
+            sine[i] = (DT__REAL)(factor * (a->inverse ? -sin(angle) : sin(angle)));
+        }
+        for (int64_t h = t * heads; h < (t + 1) * heads; h++) {
+            const DT__REAL *x = DT__K(load)(a->dtype, a->in, h * dim, dim, buf);
+            for (int64_t i = 0; i < half; i++) {
+                DT__REAL x0 = x[i * step], x1 = x[i * step + distance];
+                out[i * step] = x0 * cosine[i] - x1 * sine[i];
+                out[i * step + distance] = x1 * cosine[i] + x0 * sine[i];
+            }
+            for (int64_t i = rotary; i < dim; i++) out[i] = x[i];
+            DT__K(store)(a->dtype, a->out, h * dim, dim, out, mode);
+        }
+    }
+    return DT_OK;
+}
+
+/* Dropout. Columns 4c to 4c + 3 of a token use the four random words of counter (token, c). Whether
+   an element is dropped depends on `key`, token and column alone, so every rank and every
+   recomputation drops the same elements. */
+DT__FN dt_status DT__K(dropout)(const dt_dropout_args *a) {
+    DT__REAL out[DT__STRIP], buf[DT__STRIP], scale = (DT__REAL)(1 / (1 - a->p));
+    int64_t cols = (int64_t)a->cols;
+    uint64_t threshold = (uint64_t)(a->p * 4294967296.0);
+    int mode = dt__store_mode(a->accumulate, (int64_t)a->rows * cols, a->dtype);
+    for (int64_t r = 0; r < (int64_t)a->rows; r++) {
+        uint64_t token = (uint64_t)(uint32_t)(a->tokens ? a->tokens[r] : (int32_t)r) << 32;
+        for (int64_t c = 0; c < cols; c += DT__STRIP) {
+            int64_t n = cols - c < DT__STRIP ? cols - c : DT__STRIP;
+            const DT__REAL *x = DT__K(load)(a->dtype, a->in, r * cols + c, n, buf);
+            uint32_t word[4];
+            for (int64_t i = 0; i < n; i++) {
+                uint64_t column = (uint64_t)(a->offset + c + i);
+                if (i == 0 || column % 4 == 0) dt__philox(a->key, token | column / 4, word);
+                out[i] = word[column % 4] < threshold ? 0 : x[i] * scale;
+            }
+            DT__K(store)(a->dtype, a->out, r * cols + c, n, out, mode);
+        }
+    }
+    return DT_OK;
+}
+
+DT__FN dt_status DT__K(embedding)(const dt_embedding_args *a) {
+    size_t bytes = a->cols * dt_dtype_size(a->dtype);
+    for (size_t r = 0; r < a->rows; r++) {
+        int64_t id = a->ids[r], row = id - a->offset;
+        char *out = (char *)a->out + r * bytes;
+        int empty = a->allow_empty && id == -1;
+        if (!empty && (id < 0 || id >= a->vocab)) return DT_ERR_ARG;
+        if (empty || row < 0 || row >= a->table_rows)
+            memset(out, 0, bytes);
+        else
+            memcpy(out, (const char *)a->table + (size_t)row * bytes, bytes);
+    }
+    return DT_OK;
+}
+
+/* Combines the partial results of all ranks into the loss. For each row, lse = max + log(sum over
+   ranks of e^(the rank's lse - max)), where max is the largest lse of any rank, and the target
+   values of all ranks are added. */
+DT__FN dt_status DT__K(cross_entropy_merge)(const dt_cross_entropy_merge_args *a) {
+    double total = 0, squares = 0;
+    for (size_t r = 0; r < a->rows; r++) {
+        double lse = 0, target = 0, max = -INFINITY, sum = 0;
+        for (size_t i = 0; i < a->n; i++)
+            max =
+                a->partials[2 * (i * a->rows + r)] > max ? a->partials[2 * (i * a->rows + r)] : max;
+        for (size_t i = 0; i < a->n && a->labels[r] >= 0; i++) {
+            sum += (double)DT__EXP((DT__REAL)(a->partials[2 * (i * a->rows + r)] - max));
+            target += a->partials[2 * (i * a->rows + r) + 1];
+        }
+        if (a->labels[r] >= 0) lse = max + log(sum);
+        ((DT__REAL *)a->lse)[r] = (DT__REAL)lse;
+        total += lse - target;
+        squares += lse * lse;
+    }
+    *a->loss = total / a->denominator;
+    if (a->z_loss) *a->z_loss = squares / a->denominator;
+    return DT_OK;
+}
 
 DT__FN dt_status DT__K(sgd)(const dt_sgd_args *a) {
     DT__REAL *param = (DT__REAL *)a->param, *buffer = (DT__REAL *)a->momentum_buffer;
@@ -15565,6 +15601,7 @@ DT__FN dt_status DT__K(sgd)(const dt_sgd_args *a) {
     DT__K(store)(a->model_dtype, a->model_param, 0, (int64_t)a->count, param, 0);
     return DT_OK;
 }
+
 DT__FN dt_status DT__K(momentum)(const dt_momentum_args *a) {
     DT__REAL *m = (DT__REAL *)a->m, beta1 = (DT__REAL)a->beta1,
              grad_factor = (DT__REAL)((1 - a->beta1) * a->grad_scale);
@@ -15639,19 +15676,32 @@ DT__FN dt_status DT__K(sign_unpack)(const dt_sign_unpack_args *a) {
     for (size_t i = 0; i < a->count; i++) out[i] = v[i] != 0 ? out[i] / (DT__REAL)a->n : 0;
     return DT_OK;
 }
-#undef DT__SUM
-#endif /* floating types */
+#endif /* scalar kernels of floating types */
 
-/* The kernels of this compute type and instruction set. dt__variant_of (section 33) chooses among
+/* The kernels of this compute type and instruction set. dt__variant_of (section 34) chooses among
    these tables. */
+#define DT__COPY_ENTRY(k) DT__VECTOR(k),
 #if DT__FLOATS
-#define DT__VARIANT_ENTRY(k) DT__K(k),
+#define DT__VECTOR_ENTRY(k) DT__VECTOR(k),
+#define DT__PRODUCT_ENTRY(k) DT__K(k),
+#define DT__SCALAR_ENTRY(k) DT__SCALAR(k),
 #else
-#define DT__VARIANT_ENTRY(k) NULL,
+#define DT__VECTOR_ENTRY(k) NULL,
+#define DT__PRODUCT_ENTRY(k) NULL,
+#define DT__SCALAR_ENTRY(k) NULL,
 #endif
-static const dt__variant DT__K(variant) = { DT__K(cast), DT__K(fill), DT__K(reduce), DT__K(permute),
-    DT__FLOAT_KERNELS(DT__VARIANT_ENTRY) };
-#undef DT__VARIANT_ENTRY
+static const dt__variant DT__K(variant) = { DT__COPY_KERNELS(DT__COPY_ENTRY) DT__VECTOR_KERNELS(
+    DT__VECTOR_ENTRY) DT__PRODUCT_KERNELS(DT__PRODUCT_ENTRY) DT__SCALAR_KERNELS(DT__SCALAR_ENTRY) };
+DT__O1_END
+#undef DT__COPY_ENTRY
+#undef DT__VECTOR_ENTRY
+#undef DT__PRODUCT_ENTRY
+#undef DT__SCALAR_ENTRY
+#undef DT__SUM
+#undef DT__VECTORS
+#undef DT__VECTOR
+#undef DT__SCALARS
+#undef DT__SCALAR
 #undef DT__JOIN2
 #undef DT__JOIN
 #undef DT__K
@@ -15696,14 +15746,22 @@ DT__CPP_WARNINGS_OFF
 extern "C" {
 #endif
 
-// ==== 33. The CPU kernel table ==================================================================
+// ==== 34. The CPU kernel table ==================================================================
 
-/* Includes sections 29 to 32, and the end of 28, once for each compute type and instruction set:
+/* Includes sections 29 to 33, and the end of 28, once for each compute type and instruction set.
+   Each pass compiles only the groups of kernels (section 2) that wider vectors make faster:
 
-       i32, i64, u8 plain | f32, f64 plain | f32, f64 AVX2 or NEON | f32, f64 AVX-512
+                                 copy   vector   product   scalar
+       i32, i64, u8 plain         x
+       f32, f64 plain             x       x         x        x
+       f32 AVX2 or NEON           x       x         x
+       f64 AVX2 or NEON                             x
+       f32 AVX-512                x       x         x
 
-   At run time dt__best_isa chooses the best instruction set that the machine supports. bf16 and f16
-   use the f32 kernels. */
+   The other entries of a table are the plain kernels. f64 is a type for tests: its elementwise
+   functions come from libm, which wider vectors do not make faster, and its products use AVX2 on
+   processors with AVX-512 too. At run time dt__best_isa
+   chooses the best instruction set that the machine supports. bf16 and f16 use the f32 kernels. */
 #define DT__BITS 1
 #define DT__ISA 0
 #include "dt_tensor.h"
@@ -15723,15 +15781,14 @@ extern "C" {
 #define DT__BITS 32
 #define DT__ISA 1
 #include "dt_tensor.h"
+#ifndef DT_NO_KERNELS
 #define DT__BITS 64
 #define DT__ISA 1
 #include "dt_tensor.h"
 #endif
+#endif
 #if defined(__x86_64__)
 #define DT__BITS 32
-#define DT__ISA 2
-#include "dt_tensor.h"
-#define DT__BITS 64
 #define DT__ISA 2
 #include "dt_tensor.h"
 #endif
@@ -15752,20 +15809,27 @@ static int dt__best_isa(void) {
 /* Returns the kernels of a type and instruction set, or NULL if this build has none. Tests use this
    function to run every instruction set up to the one that dt__best_isa returns. */
 static const dt__variant *dt__variant_of(dt_dtype dtype, int isa) {
+    static const dt__variant *const f32[DT__ISAS] = {
+        &dt__variant_f32_plain,
 #if defined(__x86_64__)
-    static const dt__variant *const f32[DT__ISAS] = { &dt__variant_f32_plain, &dt__variant_f32_avx2,
-        &dt__variant_f32_avx512 };
-    static const dt__variant *const f64[DT__ISAS] = { &dt__variant_f64_plain, &dt__variant_f64_avx2,
-        &dt__variant_f64_avx512 };
+        &dt__variant_f32_avx2,
+        &dt__variant_f32_avx512,
 #elif defined(__aarch64__)
-    static const dt__variant *const f32[DT__ISAS] = { &dt__variant_f32_plain, &dt__variant_f32_neon,
-        NULL };
-    static const dt__variant *const f64[DT__ISAS] = { &dt__variant_f64_plain, &dt__variant_f64_neon,
-        NULL };
-#else
-    static const dt__variant *const f32[DT__ISAS] = { &dt__variant_f32_plain, NULL, NULL };
-    static const dt__variant *const f64[DT__ISAS] = { &dt__variant_f64_plain, NULL, NULL };
+        &dt__variant_f32_neon,
 #endif
+    };
+    static const dt__variant *const f64[DT__ISAS] = {
+        &dt__variant_f64_plain,
+#if defined(DT_NO_KERNELS)
+        &dt__variant_f64_plain,
+        &dt__variant_f64_plain,
+#elif defined(__x86_64__)
+        &dt__variant_f64_avx2,
+        &dt__variant_f64_avx2,
+#elif defined(__aarch64__)
+        &dt__variant_f64_neon,
+#endif
+    };
     /* the kernels of the 16-bit types compute in float */
     if (dtype == DT_F32 || dt__narrow(dtype)) return f32[isa];
     if (dtype == DT_F64) return f64[isa];

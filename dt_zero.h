@@ -47,7 +47,11 @@
        int main(void) { return dt_run((dt_run_desc){ .ranks = 4 }, train, NULL); }
 
    BUILD
-       cc -O3 train.c -lm -lpthread                 C11 or C++17; gcc, clang
+       cc -O2 train.c -lm -lpthread                 C11 or C++17; gcc, clang
+       echo '#include "dt_zero.h"' | cc -O2 -DDT_IMPLEMENTATION -x c -c -o dt.o -
+       cc -O2 train.c dt.o -lm -lpthread            the same in two commands, with a train.c that
+                                                    does not define DT_IMPLEMENTATION; after an edit
+                                                    of train.c only the second one is needed
        nvcc -O3 train.c dt_kernels.cu -lcublasLt -lnccl     CUDA
 
    OPTIONS (define before including)
@@ -674,7 +678,7 @@ DT__CPP_WARNINGS_OFF
 #include <limits.h>
 #include <sys/resource.h>
 
-DT__CONTROL_BEGIN
+DT__O1_BEGIN
 
 #ifdef __cplusplus
 extern "C" {
@@ -7403,7 +7407,7 @@ DT__DEFINE_AT_SITE(
 }
 #endif
 
-DT__CONTROL_END
+DT__O1_END
 DT__CPP_WARNINGS_ON
 #endif /* DT_ZERO_IMPL */
 
