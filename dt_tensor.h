@@ -292,7 +292,8 @@ DT_API int64_t dt_count(dt_shape shape);
 
    T is the element type that the field dtype names. bf16 and f16 are storage types: a kernel widens
    each element to f32, computes in f32, and rounds once, to nearest even, when it stores the
-   result. If T is bf16 or f16, the values saved for the backward (mean, rstd, lse) are f32. If
+   result. Fast attention may also round the softmax and its gradient to bf16, as flash attention on
+   GPUs does. If T is bf16 or f16, the values saved for the backward (mean, rstd, lse) are f32. If
    `wide` is 1 and T is bf16 or f16, an output is f32, for example the gradient of a parameter. If
    `accumulate` is 1, the kernel adds the finished result to the output; if `accumulate` is 0, the
    kernel overwrites the output. In the formulas (+)= stands for both. The order of each sum depends
@@ -12599,18 +12600,22 @@ enum { DT__LANES = 32 };
    decide the order of the sums. A tile of keys is read again for every block of queries, from
    strided rows that the L2 cache may no longer hold. Many queries in a block make this rare. */
 enum { DT__QUERY_BLOCK = 256, DT__KEY_TILE = 64 };
+/* The most queries of a block that are computed one by one: faster than a block if most lanes would
+   be empty. */
+enum { DT__FEW_QUERIES = 4 };
 
 /* The scratch memory holds the arrays of the struct attention_work of section 31, whose elements
-   have the compute type: 9 arrays for a block and a tile, and the gradients of tk keys and values.
-   */
+   have the compute type: 9 arrays for a block and a tile, p and ds rounded to bf16, and the
+   gradients of tk keys and values. */
 size_t dt_attention_work(int64_t tk, int64_t dim, dt_dtype dtype) {
     if (tk < 0 || dim < 0) return 0;
     if (tk > DT__MAX_WORK || dim > DT__MAX_WORK || tk + 1024 > DT__MAX_WORK / (dim + DT__LANES))
         return (size_t)-1;
     size_t keys = (size_t)(tk + 15) / 16 * 16,
            wide = (size_t)(dim + DT__LANES - 1) / DT__LANES * DT__LANES;
-    size_t tiles =
-        (2 * DT__KEY_TILE + 5 * DT__QUERY_BLOCK) * wide + 2 * DT__KEY_TILE * DT__QUERY_BLOCK;
+    size_t scores = DT__KEY_TILE * DT__QUERY_BLOCK,
+           tiles = (2 * DT__KEY_TILE + 5 * DT__QUERY_BLOCK) * wide + 2 * scores;
+    if (dtype == DT_BF16) tiles += 3 * scores / 2;
     return ((tiles + 2 * keys * wide) * dt__real_size(dtype) + 127) / 64 * 64 *
            (size_t)dt__omp_threads();
 }
@@ -13441,29 +13446,34 @@ DT__MICRO_KERNEL(matmul_micro_kernel, DT__MATMUL_ROWS, DT__MICRO_STEP)
 /* The micro-kernel of attention. Computes the sums from zero like the one above, but element i of
    step p is a[i * row + p * step], so that `a` needs no packing, and rows of `b` are ldb elements
    apart. Stores the sums in the tile, or, if `factor` is not NULL, tile = factor * tile + sums,
-   with one factor for each column. */
+   with one factor for each column. Two versions differ in the number of rows; a step that needs it
+   is the dot product of pairs of bf16 (below). */
 #define DT__STRIDED_STEP(i) \
     c##i##_0 = DT__FMADD(a[i * row], b0, c##i##_0); \
     c##i##_1 = DT__FMADD(a[i * row], b1, c##i##_1);
 #define DT__MICRO_ADD(i) \
     c##i##_0 += DT__LOAD(tile + i * ld) * f0; \
     c##i##_1 += DT__LOAD(tile + i * ld + DT__NV) * f1;
-DT__FN __attribute__((noinline)) void DT__K(attention_micro_kernel)(int64_t k, const DT__REAL *a,
-    int64_t row, int64_t step, const DT__REAL *b, int64_t ldb, DT__REAL *tile, int64_t ld,
-    const DT__REAL *factor) {
-    DT__ATTENTION_ROWS(DT__MICRO_ZERO)
-    for (int64_t p = 0; p < k; p++, a += step, b += ldb) {
-        DT__V b0 = DT__LOAD(b), b1 = DT__LOAD(b + DT__NV);
-        DT__ATTENTION_ROWS(DT__STRIDED_STEP)
+#define DT__ONE_ROW(X) X(0)
+#define DT__ATTENTION_KERNEL(name, ROWS, STEP) \
+    DT__FN __attribute__((noinline)) void DT__K(name)(int64_t k, const DT__REAL *a, int64_t row, \
+        int64_t step, const DT__REAL *b, int64_t ldb, DT__REAL *tile, int64_t ld, \
+        const DT__REAL *factor) { \
+        (void)row, (void)ld; \
+        ROWS(DT__MICRO_ZERO) \
+        for (int64_t p = 0; p < k; p++, a += step, b += ldb) { \
+            DT__V b0 = DT__LOAD(b), b1 = DT__LOAD(b + DT__NV); \
+            ROWS(STEP) \
+        } \
+        if (factor) { \
+            DT__V f0 = DT__LOAD(factor), f1 = DT__LOAD(factor + DT__NV); \
+            ROWS(DT__MICRO_ADD) \
+        } \
+        ROWS(DT__MICRO_STORE) \
     }
-    if (factor) {
-        DT__V f0 = DT__LOAD(factor), f1 = DT__LOAD(factor + DT__NV);
-        DT__ATTENTION_ROWS(DT__MICRO_ADD)
-    }
-    DT__ATTENTION_ROWS(DT__MICRO_STORE)
-}
+DT__ATTENTION_KERNEL(attention_micro_kernel, DT__ATTENTION_ROWS, DT__STRIDED_STEP)
+DT__ATTENTION_KERNEL(attention_row_kernel, DT__ONE_ROW, DT__STRIDED_STEP)
 #undef DT__STRIDED_STEP
-#undef DT__MICRO_ADD
 
 /* The micro-kernel for bf16, which uses the processor's dot product of pairs (vdpbf16ps). A 32-bit
    word holds the elements of k indices 2p and 2p + 1. A panel of words is read like a panel of
@@ -13475,10 +13485,19 @@ DT__FN __attribute__((noinline)) void DT__K(attention_micro_kernel)(int64_t k, c
 #pragma push_macro("DT__FN")
 #undef DT__FN
 #define DT__FN static __attribute__((target("avx512f,avx512bf16")))
+#define DT__STRIDED_PAIR_STEP(i) \
+    c##i##_0 = _mm512_dpbf16_ps(c##i##_0, (__m512bh)_mm512_set1_ps(a[i * row]), (__m512bh)b0); \
+    c##i##_1 = _mm512_dpbf16_ps(c##i##_1, (__m512bh)_mm512_set1_ps(a[i * row]), (__m512bh)b1);
 DT__MICRO_KERNEL(matmul_pair_micro_kernel, DT__MATMUL_ROWS, DT__PAIR_STEP)
+DT__ATTENTION_KERNEL(attention_pair_micro_kernel, DT__ATTENTION_ROWS, DT__STRIDED_PAIR_STEP)
+DT__ATTENTION_KERNEL(attention_pair_row_kernel, DT__ONE_ROW, DT__STRIDED_PAIR_STEP)
 #pragma pop_macro("DT__FN")
 #undef DT__PAIR_STEP
+#undef DT__STRIDED_PAIR_STEP
 #endif
+#undef DT__ATTENTION_KERNEL
+#undef DT__MICRO_ADD
+#undef DT__ONE_ROW
 #undef DT__MICRO_KERNEL
 #undef DT__MICRO_ZERO
 #undef DT__MICRO_LOAD
@@ -14486,7 +14505,15 @@ DT__FN dt_status DT__K(embedding_back)(const dt_embedding_back_args *a) {
    order. Tiles begin at multiples of DT__KEY_TILE keys for every query, and a key that a query does
    not see adds an exact zero. So the bits of a query's result do not depend on the other queries.
    If some queries of a block see a key whose v is not finite, the results of the other queries of
-   the block become NaN too, because 0 times v is NaN. */
+   the block become NaN too, because 0 times v is NaN.
+
+   A block of few queries, as in generation, would leave most lanes empty. Each of its queries is
+   computed by itself, with keys, then elements of v, as vector lanes; all sums keep their order.
+
+   bf16 on processors with a fast dot product of pairs (section 29): a 32-bit word holds two
+   consecutive terms of a sum, and a product takes half as many steps. Sums over dim read rows of q,
+   k, v and dout as they are. Sums over keys or queries read words of two rows, and round p and ds
+   to bf16. Scores, softmax and all sums are f32. */
 
 /* this part is compiled once, before the kernels of the floating types */
 #if DT__BITS == 1 && !defined(DT_NO_KERNELS)
@@ -14676,6 +14703,14 @@ static void dt__query_block_make(dt__query_block *b, const dt_attention_args *a,
     }
 }
 
+/* Returns 1 if the mask hides key j of the tile from a query. */
+static int dt__is_hidden(const dt_attention_mask *m, int32_t position, int32_t document,
+    const dt__key_tile *t, int64_t j) {
+    return (m->causal && t->position[j] > position) ||
+           (m->window && position >= (int64_t)t->position[j] + m->window) ||
+           (m->k_document && t->document[j] != document);
+}
+
 static void dt__key_tile_make(
     dt__key_tile *t, const dt_attention_args *a, int64_t s, int64_t first) {
     const dt_attention_mask *m = &a->mask;
@@ -14750,82 +14785,178 @@ static const DT__REAL DT__K(ones)[DT__LANES] = { 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1
     1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1 };
 
 /* The scratch arrays of one thread. D is the dimension of a head, QB is DT__QUERY_BLOCK, KT is
-   DT__KEY_TILE. `wide` is D rounded up to a multiple of DT__LANES. */
+   DT__KEY_TILE. `wide` is D rounded up to a multiple of DT__LANES. A word is one element, or a pair
+   of bf16 if `per` is 2; the shapes count words, with W = wide / per. An operand's name ends in
+   `_keys` or `_queries` if words go along keys or queries. Without pairs, such an array is the one
+   above it. */
 typedef struct DT__K(attention_work) {
-    int64_t wide;
-    DT__REAL *k, *v;                /* (KT,wide) each: the tile of keys in the compute type */
-    DT__REAL *q, *dout;             /* (QB,wide) each: scale q and dout of the block */
-    DT__REAL *q_lanes, *dout_lanes; /* (wide,QB) each: q and dout transposed */
-    DT__REAL *p, *ds;               /* (KT,QB) each: p^T and ds^T */
-    DT__REAL *out;                  /* (wide,QB): out^T in the forward, dq^T in the backward */
-    DT__REAL *dk, *dv; /* (keys,wide) each: the sums of one head; only the backward has them */
+    int64_t wide, per, row;    /* row: words of a row, W */
+    DT__REAL *k, *v;           /* (KT,W) each: the tile of keys */
+    DT__REAL *k_keys, *v_keys; /* (KT / per,wide) */
+    DT__REAL *q, *dout;        /* (QB,W): the block; without pairs q is multiplied by scale */
+    DT__REAL *q_queries, *dout_queries; /* (QB / per,wide) */
+    DT__REAL *q_lanes, *dout_lanes;     /* (W,QB) each: q and dout transposed */
+    DT__REAL *p, *ds;                   /* (KT,QB) elements: p^T and ds^T */
+    DT__REAL *p_keys, *ds_keys;         /* (KT / per,QB) */
+    DT__REAL *p_queries, *ds_queries;   /* (KT,QB / per) */
+    DT__REAL *out;        /* (wide,QB) elements: out^T in the forward, dq^T in the backward */
+    DT__REAL *out_rows;   /* (QB,wide) elements: `out` transposed, in the memory of q */
+    DT__REAL *dk, *dv;    /* (keys,wide) each: the sums of one head; only the backward has them */
+    DT__REAL score_scale; /* factor of the scores: scale with pairs, 1 without */
     /* for each query of the block, in the forward: m and l; in the backward: lse and dout out */
     DT__REAL max[DT__QUERY_BLOCK], sum[DT__QUERY_BLOCK];
     DT__REAL lse[DT__QUERY_BLOCK], mean[DT__QUERY_BLOCK];
+    void (*micro_kernel)(int64_t k, const DT__REAL *a, int64_t row, int64_t step, const DT__REAL *b,
+        int64_t ldb, DT__REAL *tile, int64_t ld, const DT__REAL *factor);
+    void (*row_kernel)(int64_t k, const DT__REAL *a, int64_t row, int64_t step, const DT__REAL *b,
+        int64_t ldb, DT__REAL *tile, int64_t ld, const DT__REAL *factor);
 } DT__K(attention_work);
 
-/* bytes: scratch memory of one thread */
+/* Returns a / per, rounded up: the steps of a sum of n terms. */
+DT__FN int64_t DT__K(steps)(const DT__K(attention_work) * w, int64_t n) {
+    return (n + w->per - 1) / w->per;
+}
+
+/* Divides one thread's scratch memory of `bytes` bytes. */
 DT__FN void DT__K(attention_work_at)(
-    DT__K(attention_work) * w, void *work, size_t bytes, int64_t tk, int64_t dim) {
-    int64_t wide = (dim + DT__LANES - 1) / DT__LANES * DT__LANES, keys = (tk + 15) / 16 * 16;
+    DT__K(attention_work) * w, void *work, size_t bytes, int64_t tk, const dt_attention_args *a) {
+    int64_t wide = (a->dim + DT__LANES - 1) / DT__LANES * DT__LANES, keys = (tk + 15) / 16 * 16;
+    int64_t scores = DT__KEY_TILE * DT__QUERY_BLOCK;
     char *own = (char *)work + (size_t)dt__omp_thread() * bytes;
-    w->wide = wide;
-    w->k = (DT__REAL *)dt__align64(own);
-    w->v = w->k + DT__KEY_TILE * wide;
-    w->q = w->v + DT__KEY_TILE * wide;
-    w->dout = w->q + DT__QUERY_BLOCK * wide;
+    w->wide = w->row = wide;
+    w->per = 1;
+    w->k = w->k_keys = (DT__REAL *)dt__align64(own);
+    w->v = w->v_keys = w->k + DT__KEY_TILE * wide;
+    w->q = w->q_queries = w->out_rows = w->v + DT__KEY_TILE * wide;
+    w->dout = w->dout_queries = w->q + DT__QUERY_BLOCK * wide;
     w->q_lanes = w->dout + DT__QUERY_BLOCK * wide;
     w->dout_lanes = w->q_lanes + DT__QUERY_BLOCK * wide;
     w->out = w->dout_lanes + DT__QUERY_BLOCK * wide;
-    w->p = w->out + DT__QUERY_BLOCK * wide;
-    w->ds = w->p + DT__KEY_TILE * DT__QUERY_BLOCK;
-    w->dk = w->ds + DT__KEY_TILE * DT__QUERY_BLOCK;
+    w->p = w->p_keys = w->p_queries = w->out + DT__QUERY_BLOCK * wide;
+    w->ds = w->ds_keys = w->ds_queries = w->p + scores;
+    w->dk = w->ds + scores;
+    w->score_scale = 1;
+    w->micro_kernel = DT__K(attention_micro_kernel);
+    w->row_kernel = DT__K(attention_row_kernel);
+#if DT__ISA == 2
+    if (a->dtype == DT_BF16 && dt__bf16_pairs_are_fast()) {
+        w->per = 2;
+        w->row = wide / 2;
+        w->k_keys = w->k + DT__KEY_TILE * wide / 2;
+        w->v_keys = w->v + DT__KEY_TILE * wide / 2;
+        w->q_queries = w->q + DT__QUERY_BLOCK * wide / 2;
+        w->dout_queries = w->dout + DT__QUERY_BLOCK * wide / 2;
+        w->p_keys = w->p_queries = w->ds + scores;
+        w->ds_keys = w->p_keys + scores / 2;
+        w->ds_queries = w->ds_keys + scores / 2;
+        w->dk = w->ds_queries + scores / 2;
+        w->score_scale = (DT__REAL)a->scale;
+        w->micro_kernel = DT__K(attention_pair_micro_kernel);
+        w->row_kernel = DT__K(attention_pair_row_kernel);
+    }
+#endif
     w->dv = w->dk + keys * wide;
 }
 
-/* Loads one row of `dim` elements, and fills it up to `wide` elements with zeros. */
-DT__FN void DT__K(load_row)(
-    DT__REAL *to, int64_t wide, dt_dtype dtype, const void *from, int64_t at, int64_t dim) {
+/* Loads one row of `dim` elements, and fills it up with zeros. */
+DT__FN void DT__K(load_row)(DT__REAL *to, const DT__K(attention_work) * w, dt_dtype dtype,
+    const void *from, int64_t at, int64_t dim) {
+    if (w->per > 1) {
+        memcpy(to, (const uint16_t *)from + at, (size_t)dim * 2);
+        memset((uint16_t *)to + dim, 0, (size_t)(w->wide - dim) * 2);
+        return;
+    }
     const DT__REAL *row = DT__K(load)(dtype, from, at, dim, to);
     if (row != to) memcpy(to, row, (size_t)dim * sizeof *to);
-    for (int64_t i = dim; i < wide; i++) to[i] = 0;
+    for (int64_t i = dim; i < w->wide; i++) to[i] = 0;
+}
+
+/* Makes words along rows from `n` rows of words along columns: word i of row r holds element i of
+   rows 2r and 2r + 1. Does nothing without pairs, or if `to` is NULL. */
+DT__FN void DT__K(pair_rows)(
+    DT__REAL *to, const DT__K(attention_work) * w, const DT__REAL *rows, int64_t n) {
+    const uint16_t *row = (const uint16_t *)rows;
+    uint32_t words[DT__LANES];
+    for (int64_t r = 0; r < n && w->per > 1 && to; r += 2, row += 2 * w->wide)
+        for (int64_t i = 0; i < w->wide; i += DT__LANES, to += DT__LANES) {
+            const uint16_t *one = row + i, *two = one + (r + 1 < n ? w->wide : 0);
+            uint32_t has_two = r + 1 < n ? 0xffff0000u : 0;
+            for (int l = 0; l < DT__LANES; l++)
+                words[l] = one[l] | ((uint32_t)two[l] << 16 & has_two);
+            memcpy(to, words, sizeof words);
+        }
 }
 
 /* Loads the first n keys or values of a tile, and zeros for the keys that complete the last panel
    of DT__ATTENTION_MR keys. */
-DT__FN void DT__K(load_keys)(DT__REAL *to, const DT__K(attention_work) * w,
+DT__FN void DT__K(load_keys)(DT__REAL *to, DT__REAL *to_keys, const DT__K(attention_work) * w,
     const dt_attention_args *a, const void *from, int64_t at, int64_t n) {
+    int64_t all = (n + DT__ATTENTION_MR - 1) / DT__ATTENTION_MR * DT__ATTENTION_MR;
     for (int64_t j = 0; j < n; j++) DT__K(load_row)
-    (to + j * w->wide, w->wide, a->dtype, from, at + j * a->kv_heads * a->dim, a->dim);
-    for (; n % DT__ATTENTION_MR != 0; n++)
-        memset(to + n * w->wide, 0, (size_t)w->wide * sizeof *to);
+    (to + j * w->row, w, a->dtype, from, at + j * a->kv_heads * a->dim, a->dim);
+    memset(to + n * w->row, 0, (size_t)((all - n) * w->row) * sizeof *to);
+    DT__K(pair_rows)(to_keys, w, to, all);
 }
 
 /* Loads the block's rows of q or dout, times `scale`, and transposes them. Lanes without a query
    are zero. */
-DT__FN void DT__K(load_queries)(DT__REAL *rows, DT__REAL *lanes, const DT__K(attention_work) * w,
-    const dt_attention_args *a, const dt__query_block *b, const void *from, DT__REAL scale) {
+DT__FN void DT__K(load_queries)(DT__REAL *rows, DT__REAL *queries, DT__REAL *lanes,
+    const DT__K(attention_work) * w, const dt_attention_args *a, const dt__query_block *b,
+    const void *from, DT__REAL scale) {
     for (int64_t l = 0; l < b->lanes; l++) {
-        DT__REAL *row = rows + l * w->wide;
+        DT__REAL *row = rows + l * w->row;
         if (l < b->queries)
-            DT__K(load_row)(row, w->wide, a->dtype, from, b->at[l], a->dim);
+            DT__K(load_row)(row, w, a->dtype, from, b->at[l], a->dim);
         else
-            memset(row, 0, (size_t)w->wide * sizeof *row);
-        for (int64_t i = 0; i < a->dim; i++) row[i] *= scale;
+            memset(row, 0, (size_t)w->row * sizeof *row);
+        for (int64_t i = 0; i < a->dim && w->per == 1; i++) row[i] *= scale;
     }
+    DT__K(pair_rows)(queries, w, rows, b->lanes);
     for (int64_t l = 0; l < b->lanes; l += DT__TRANSPOSE) {
         const DT__REAL *row[DT__TRANSPOSE];
-        for (int64_t i = 0; i < DT__TRANSPOSE; i++) row[i] = rows + (l + i) * w->wide;
-        DT__K(transpose)(lanes + l, DT__QUERY_BLOCK, row, a->dim);
+        for (int64_t i = 0; i < DT__TRANSPOSE; i++) row[i] = rows + (l + i) * w->row;
+        DT__K(transpose)(lanes + l, DT__QUERY_BLOCK, row, DT__K(steps)(w, a->dim));
     }
 }
 
-/* Transposes w->out into w->q, one row for each query. */
+/* Rounds 32 elements to bf16: to 16 words. */
+#if DT__ISA == 2
+#pragma push_macro("DT__FN")
+#undef DT__FN
+#define DT__FN static __attribute__((target("avx512f,avx512bw,avx512bf16")))
+DT__FN void DT__K(pair_lanes)(DT__REAL *to, const DT__REAL *x) {
+    __m512bh pairs = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + 16), _mm512_loadu_ps(x));
+    _mm512_storeu_si512(to, (__m512i)pairs);
+}
+
+/* Rounds n rows of NR scores, which are DT__QUERY_BLOCK elements apart, to words along keys and to
+   words along queries. Either result may be NULL. */
+DT__FN void DT__K(pair_scores)(
+    DT__REAL *by_keys, DT__REAL *by_queries, const DT__REAL *scores, int64_t lane, int64_t n) {
+    int16_t order[32]; /* word i of the result: elements i and 16 + i */
+    for (int i = 0; i < 32; i++) order[i] = (int16_t)(i / 2 + i % 2 * 16);
+    __m512i interleave = _mm512_loadu_si512(order);
+    for (int64_t j = 0; j < n; j++) {
+        const DT__REAL *row = scores + j * DT__QUERY_BLOCK + lane;
+        for (int64_t l = 0; l < DT__NR && by_keys && j % 2 == 0; l += 16) {
+            __m512 one = _mm512_loadu_ps(row + l), two = _mm512_setzero_ps();
+            if (j + 1 < n) two = _mm512_loadu_ps(row + DT__QUERY_BLOCK + l);
+            __m512i both = (__m512i)_mm512_cvtne2ps_pbh(two, one);
+            both = _mm512_maskz_permutexvar_epi16(0xffffffffu, interleave, both);
+            _mm512_storeu_si512(by_keys + j / 2 * DT__QUERY_BLOCK + lane + l, both);
+        }
+        if (by_queries) DT__K(pair_lanes)(by_queries + (j * DT__QUERY_BLOCK + lane) / 2, row);
+    }
+}
+#pragma pop_macro("DT__FN")
+#endif
+
+/* Transposes w->out into w->out_rows, one row for each query. */
 DT__FN void DT__K(transpose_out)(const DT__K(attention_work) * w, const dt__query_block *b) {
     for (int64_t d = 0; d < w->wide; d += DT__TRANSPOSE) {
         const DT__REAL *row[DT__TRANSPOSE];
         for (int64_t i = 0; i < DT__TRANSPOSE; i++) row[i] = w->out + (d + i) * DT__QUERY_BLOCK;
-        DT__K(transpose)(w->q + d, w->wide, row, b->lanes);
+        DT__K(transpose)(w->out_rows + d, w->wide, row, b->lanes);
     }
 }
 
@@ -14854,18 +14985,18 @@ DT__FN void DT__K(cap_row)(DT__REAL *row, DT__REAL cap) {
    which is k or v, and `lanes`, which is q^T or dout^T. */
 DT__FN void DT__K(scores)(DT__REAL *to, const DT__K(attention_work) * w, const DT__REAL *rows,
     const DT__REAL *lanes, int64_t n, int64_t dim) {
-    for (int64_t j = 0; j < n; j += DT__ATTENTION_MR) DT__K(attention_micro_kernel)
-    (dim, rows + j * w->wide, w->wide, 1, lanes, DT__QUERY_BLOCK, to + j * DT__QUERY_BLOCK,
-        DT__QUERY_BLOCK, NULL);
+    for (int64_t j = 0; j < n; j += DT__ATTENTION_MR)
+        w->micro_kernel(DT__K(steps)(w, dim), rows + j * w->row, w->row, 1, lanes, DT__QUERY_BLOCK,
+            to + j * DT__QUERY_BLOCK, DT__QUERY_BLOCK, NULL);
 }
 
 /* Computes to = factor * to + rows^T scores: (dim,NR) for NR lanes, summed over the first n keys of
-   the tile. `rows` is v or k; `scores` is p^T or ds^T. */
+   the tile. `rows` is v or k; `scores` is p^T or ds^T; both have words along keys. */
 DT__FN void DT__K(weighted_sums)(DT__REAL *to, const DT__K(attention_work) * w,
     const DT__REAL *rows, const DT__REAL *scores, int64_t n, int64_t dim, const DT__REAL *factor) {
-    for (int64_t d = 0; d < dim; d += DT__ATTENTION_MR) DT__K(attention_micro_kernel)
-    (n, rows + d, 1, w->wide, scores, DT__QUERY_BLOCK, to + d * DT__QUERY_BLOCK, DT__QUERY_BLOCK,
-        factor);
+    for (int64_t d = 0; d < dim; d += DT__ATTENTION_MR)
+        w->micro_kernel(DT__K(steps)(w, n), rows + d, 1, w->wide, scores, DT__QUERY_BLOCK,
+            to + d * DT__QUERY_BLOCK, DT__QUERY_BLOCK, factor);
 }
 
 /* Returns e^x for x <= 0, which all arguments of the softmax are, up to rounding; NaN for NaN. With
@@ -14903,6 +15034,8 @@ DT__FN void DT__K(softmax_tile)(DT__K(attention_work) * w, const dt_attention_ar
     DT__REAL max[DT__NR], sum[DT__NR], *first = w->p + lane, *row = first;
     for (int l = 0; l < DT__NR; l++) max[l] = w->max[lane + l];
     for (int64_t j = 0; j < v.end; j++, row += DT__QUERY_BLOCK) {
+        if (w->score_scale != 1)
+            for (int l = 0; l < DT__NR; l++) row[l] *= w->score_scale;
         if (a->soft_cap > 0) DT__K(cap_row)(row, (DT__REAL)a->soft_cap);
         if (j >= v.unmasked) DT__K(mask_row)
         (row, &a->mask, b->position + lane, b->document + lane, t, j);
@@ -14932,7 +15065,6 @@ DT__FN void DT__K(softmax_tile)(DT__K(attention_work) * w, const dt_attention_ar
 DT__FN void DT__K(store_out)(
     const DT__K(attention_work) * w, const dt_attention_args *a, const dt__query_block *b) {
     dt_dtype to = dt__wide(a->dtype, a->wide);
-    DT__K(transpose_out)(w, b);
     for (int64_t r = 0; r < b->queries; r++) {
         DT__REAL buf[DT__STRIP],
             *lse = (DT__REAL *)a->lse + b->lse_at[r], sum = w->sum[r],
@@ -14947,7 +15079,7 @@ DT__FN void DT__K(store_out)(
         *lse = lse_both;
         for (int64_t d = 0; d < a->dim; d += DT__STRIP) {
             int64_t n = a->dim - d < DT__STRIP ? a->dim - d : DT__STRIP, at = b->at[r] + d;
-            DT__REAL *row = w->q + r * w->wide + d;
+            DT__REAL *row = w->out_rows + r * w->wide + d;
             for (int64_t i = 0; i < n; i++) row[i] *= factor;
             if (a->merge_lse) {
                 const DT__REAL *old_out = DT__K(load)(to, a->out, at, n, buf);
@@ -14958,6 +15090,81 @@ DT__FN void DT__K(store_out)(
     }
 }
 
+/* Online softmax of a tile for query r, whose scores are the first elements of w->p: computes what
+   softmax_tile computes for one of its lanes. Returns e^(m - m'). */
+DT__FN DT__REAL DT__K(softmax_row)(DT__K(attention_work) * w, const dt_attention_args *a,
+    const dt__query_block *b, int64_t r, const dt__key_tile *t, dt__visible v) {
+    DT__REAL *s = w->p, max = w->max[r], sum = 0, factor;
+    if (w->score_scale != 1)
+        for (int64_t j = 0; j < v.end; j++) s[j] *= w->score_scale;
+    for (int64_t j = 0; j < v.end && a->soft_cap > 0; j += DT__NR)
+        DT__K(cap_row)(s + j, (DT__REAL)a->soft_cap);
+    for (int64_t j = v.unmasked; j < v.end; j++)
+        if (dt__is_hidden(&a->mask, b->position[r], b->document[r], t, j)) s[j] = -INFINITY;
+    for (int64_t j = 0; j < v.end; j++) max = s[j] > max ? s[j] : max;
+    DT__REAL shift = max == (DT__REAL)-INFINITY ? 0 : max; /* as in softmax_tile */
+    factor = DT__EXP(w->max[r] - shift);
+    for (int64_t j = 0; j < v.end; j++) s[j] = DT__K(softmax_exp)(s[j] - shift);
+    for (int64_t j = 0; j < v.end; j++) sum += s[j];
+    w->max[r] = max;
+    w->sum[r] = w->sum[r] * factor + sum;
+    return factor;
+}
+
+/* Flash attention of query r, one of few, over one tile of keys. `keys` (W,KT) holds the tile's
+   keys transposed, `out` (wide) the query's sums. */
+DT__FN void DT__K(attention_row)(DT__K(attention_work) * w, const dt_attention_args *a,
+    const dt__query_block *b, int64_t r, const dt__key_tile *t, const DT__REAL *keys,
+    DT__REAL *out) {
+    dt__visible v = dt__visible_keys(a, b, r, 1, t);
+    DT__REAL factor[DT__NR], value;
+    if (v.end == 0) return;
+    for (int64_t j = 0; j < v.end; j += DT__NR)
+        w->row_kernel(DT__K(steps)(w, a->dim), w->q + r * w->row, 0, 1, keys + j, DT__KEY_TILE,
+            w->p + j, 0, NULL);
+    value = DT__K(softmax_row)(w, a, b, r, t, v);
+    for (int l = 0; l < DT__NR; l++) factor[l] = value;
+#if DT__ISA == 2
+    if (w->per > 1) {
+        w->p[v.end] = 0; /* the other half of the last word if v.end is odd */
+        for (int64_t j = 0; j < v.end; j += DT__NR) DT__K(pair_lanes)(w->p_keys + j / 2, w->p + j);
+    }
+#endif
+    for (int64_t d = 0; d < w->wide; d += DT__NR)
+        w->row_kernel(
+            DT__K(steps)(w, v.end), w->p_keys, 0, 1, w->v_keys + d, w->wide, out + d, 0, factor);
+}
+
+/* Flash attention of a block of few queries over one tile of keys. */
+DT__FN void DT__K(attention_rows)(DT__K(attention_work) * w, const dt_attention_args *a,
+    const dt__query_block *b, const dt__key_tile *t, int64_t end) {
+    DT__REAL *keys = w->dout_lanes; /* memory that only the backward needs */
+    for (int64_t j = 0; j < end; j += DT__TRANSPOSE) {
+        const DT__REAL *row[DT__TRANSPOSE]; /* keys after the end are not read again */
+        for (int64_t i = 0; i < DT__TRANSPOSE; i++) row[i] = w->k + (j + i) * w->row;
+        DT__K(transpose)(keys + j, DT__KEY_TILE, row, DT__K(steps)(w, a->dim));
+    }
+    for (int64_t r = 0; r < b->queries; r++)
+        DT__K(attention_row)(w, a, b, r, t, keys, w->out_rows + r * w->wide);
+}
+
+/* Flash attention of a block of queries, as lanes, over one tile of keys. */
+DT__FN void DT__K(attention_lanes)(DT__K(attention_work) * w, const dt_attention_args *a,
+    const dt__query_block *b, const dt__key_tile *t, const dt__visible *visible) {
+    DT__REAL factor[DT__NR];
+    for (int64_t lane = 0; lane < b->lanes; lane += DT__NR) {
+        dt__visible v = visible[lane / DT__NR];
+        if (v.end == 0) continue;
+        DT__K(scores)(w->p + lane, w, w->k, w->q_lanes + lane, v.end, a->dim);
+        DT__K(softmax_tile)(w, a, b, lane, t, v, factor);
+#if DT__ISA == 2
+        if (w->per > 1) DT__K(pair_scores)(w->p_keys, NULL, w->p, lane, v.end);
+#endif
+        DT__K(weighted_sums)
+        (w->out + lane, w, w->v_keys, w->p_keys + lane, v.end, a->dim, factor);
+    }
+}
+
 /* Flash attention of one block of queries: all tiles of keys in ascending order. */
 DT__FN void DT__K(attention_block)(
     const dt_attention_args *a, int64_t s, int64_t kv, int64_t first) {
@@ -14965,29 +15172,27 @@ DT__FN void DT__K(attention_block)(
     dt__query_block b;
     dt__key_tile t;
     dt__visible visible[DT__QUERY_BLOCK / DT__NR];
-    DT__REAL factor[DT__NR];
     int64_t last;
-    DT__K(attention_work_at)(&w, a->work, a->work_bytes, 0, a->dim);
+    DT__K(attention_work_at)(&w, a->work, a->work_bytes, 0, a);
     dt__query_block_make(&b, a, s, kv, first, DT__NR);
-    DT__K(load_queries)(w.q, w.q_lanes, &w, a, &b, a->q, (DT__REAL)a->scale);
-    for (int64_t d = 0; d < w.wide; d++)
-        memset(w.out + d * DT__QUERY_BLOCK, 0, (size_t)b.lanes * sizeof *w.out);
+    DT__K(load_queries)(w.q, w.q_queries, w.q_lanes, &w, a, &b, a->q, (DT__REAL)a->scale);
+    int few = b.queries <= DT__FEW_QUERIES;
+    if (few) w.out_rows = w.out; /* `out` is not transposed, and q stays */
+    memset(w.out, 0, (size_t)(DT__QUERY_BLOCK * w.wide) * sizeof *w.out);
     for (int64_t l = 0; l < b.lanes; l++) w.max[l] = (DT__REAL)-INFINITY, w.sum[l] = 0;
     for (int64_t j = dt__key_range(a, &b, &last); j < last; j += DT__KEY_TILE) {
         dt__key_tile_make(&t, a, s, j);
         int64_t end = dt__visible_tile(a, &b, DT__NR, &t, visible),
                 at = ((s * a->tk + j) * a->kv_heads + kv) * a->dim;
         if (end == 0) continue;
-        DT__K(load_keys)(w.k, &w, a, a->k, at, end);
-        DT__K(load_keys)(w.v, &w, a, a->v, at, end);
-        for (int64_t lane = 0; lane < b.lanes; lane += DT__NR) {
-            dt__visible v = visible[lane / DT__NR];
-            if (v.end == 0) continue;
-            DT__K(scores)(w.p + lane, &w, w.k, w.q_lanes + lane, v.end, a->dim);
-            DT__K(softmax_tile)(&w, a, &b, lane, &t, v, factor);
-            DT__K(weighted_sums)(w.out + lane, &w, w.v, w.p + lane, v.end, a->dim, factor);
-        }
+        DT__K(load_keys)(w.k, NULL, &w, a, a->k, at, end);
+        DT__K(load_keys)(w.v, w.v_keys, &w, a, a->v, at, end);
+        if (few)
+            DT__K(attention_rows)(&w, a, &b, &t, end);
+        else
+            DT__K(attention_lanes)(&w, a, &b, &t, visible);
     }
+    if (!few) DT__K(transpose_out)(&w, &b);
     DT__K(store_out)(&w, a, &b);
 }
 
@@ -15007,10 +15212,10 @@ DT__FN dt_status DT__K(attention)(const dt_attention_args *a) {
 }
 
 /* Loads lse and the mean of dp, which is dot(dout, out), of each query of the block. */
-DT__FN void DT__K(load_softmax)(
-    DT__K(attention_work) * w, const dt_attention_args *a, const dt__query_block *b) {
+DT__FN void DT__K(load_softmax)(DT__K(attention_work) * w, const dt_attention_args *a,
+    const dt__query_block *b, const void *dout_array) {
     for (int64_t l = 0; l < b->lanes; l++) {
-        DT__REAL buf[DT__STRIP], partial;
+        DT__REAL buf[DT__STRIP], dout_buf[DT__STRIP], partial;
         /* infinity makes p = 0 if the lane has no query, or if the query sees no key */
         w->lse[l] = (DT__REAL)INFINITY;
         w->mean[l] = 0;
@@ -15019,7 +15224,7 @@ DT__FN void DT__K(load_softmax)(
         if (lse > (DT__REAL)-INFINITY) w->lse[l] = lse;
         for (int64_t d = 0; d < a->dim; d += DT__STRIP) {
             int64_t n = a->dim - d < DT__STRIP ? a->dim - d : DT__STRIP;
-            const DT__REAL *dout = w->dout + l * w->wide + d;
+            const DT__REAL *dout = DT__K(load)(a->dtype, dout_array, b->at[l] + d, n, dout_buf);
             const DT__REAL *out =
                 DT__K(load)(dt__wide(a->dtype, a->wide), a->out, b->at[l] + d, n, buf);
             DT__SUM(DT__REAL, partial, n, dout[j] * out[j]);
@@ -15041,6 +15246,8 @@ DT__FN void DT__K(softmax_back_tile)(const DT__K(attention_work) * w, const dt_a
             continue;
         }
         for (int l = 0; l < DT__NR; l++) ds[l] -= mean[l];
+        if (w->score_scale != 1)
+            for (int l = 0; l < DT__NR; l++) p[l] *= w->score_scale;
         if (cap > 0) {
             DT__K(cap_row)(p, cap);
             for (int l = 0; l < DT__NR; l++) ds[l] *= 1 - p[l] / cap * (p[l] / cap);
@@ -15053,14 +15260,16 @@ DT__FN void DT__K(softmax_back_tile)(const DT__K(attention_work) * w, const dt_a
 }
 
 /* Adds the contribution of the lanes [lane, lane + n) to the gradients of the first `end` keys of a
-   tile. `to` (keys,wide) is dk or dv; `scores` is ds^T or p^T; `rows` is q or dout. */
+   tile. `to` (keys,wide) is dk or dv; `scores` is ds^T or p^T; `rows` is q or dout; both have words
+   along queries. */
 DT__FN void DT__K(add_key_grads)(DT__REAL *to, const DT__K(attention_work) * w,
     const DT__REAL *scores, const DT__REAL *rows, int64_t lane, int64_t n, int64_t end,
     int64_t dim) {
     for (int64_t j = 0; j < end; j += DT__ATTENTION_MR)
-        for (int64_t d = 0; d < dim; d += DT__NR) DT__K(attention_micro_kernel)
-    (n, scores + j * DT__QUERY_BLOCK + lane, DT__QUERY_BLOCK, 1, rows + lane * w->wide + d, w->wide,
-        to + j * w->wide + d, w->wide, DT__K(ones));
+        for (int64_t d = 0; d < dim; d += DT__NR)
+            w->micro_kernel(n / w->per, scores + (j * DT__QUERY_BLOCK + lane) / w->per,
+                DT__QUERY_BLOCK / w->per, 1, rows + lane / w->per * w->wide + d, w->wide,
+                to + j * w->wide + d, w->wide, DT__K(ones));
 }
 
 /* The backward of one block of queries and one tile of keys. */
@@ -15079,13 +15288,19 @@ DT__FN void DT__K(attention_back_tile)(const dt_attention_back_args *g,
         DT__K(scores)(w->p + lane, w, w->k, w->q_lanes + lane, v.end, D);
         DT__K(scores)(w->ds + lane, w, w->v, w->dout_lanes + lane, v.end, D);
         DT__K(softmax_back_tile)(w, a, b, lane, t, v, end);
-        if (g->dq)
-            DT__K(weighted_sums)(w->out + lane, w, w->k, w->ds + lane, v.end, D, DT__K(ones));
+#if DT__ISA == 2
+        if (w->per > 1) {
+            DT__K(pair_scores)(NULL, w->p_queries, w->p, lane, end);
+            DT__K(pair_scores)(w->ds_keys, w->ds_queries, w->ds, lane, end);
+        }
+#endif
+        if (g->dq) DT__K(weighted_sums)
+        (w->out + lane, w, w->k_keys, w->ds_keys + lane, v.end, D, DT__K(ones));
     }
     if (g->dk) DT__K(add_key_grads)
-    (w->dk + t->first * w->wide, w, w->ds, w->q, first, last - first, end, D);
+    (w->dk + t->first * w->wide, w, w->ds_queries, w->q_queries, first, last - first, end, D);
     if (g->dv) DT__K(add_key_grads)
-    (w->dv + t->first * w->wide, w, w->p, w->dout, first, last - first, end, D);
+    (w->dv + t->first * w->wide, w, w->p_queries, w->dout_queries, first, last - first, end, D);
 }
 
 DT__FN void DT__K(attention_back_block)(const dt_attention_back_args *g, DT__K(attention_work) * w,
@@ -15095,9 +15310,9 @@ DT__FN void DT__K(attention_back_block)(const dt_attention_back_args *g, DT__K(a
     dt__visible visible[DT__QUERY_BLOCK / DT__NR];
     int64_t last;
     dt__query_block_make(&b, a, s, kv, first, DT__NR);
-    DT__K(load_queries)(w->q, w->q_lanes, w, a, &b, a->q, (DT__REAL)a->scale);
-    DT__K(load_queries)(w->dout, w->dout_lanes, w, a, &b, g->dout, 1);
-    DT__K(load_softmax)(w, a, &b);
+    DT__K(load_queries)(w->q, w->q_queries, w->q_lanes, w, a, &b, a->q, (DT__REAL)a->scale);
+    DT__K(load_queries)(w->dout, w->dout_queries, w->dout_lanes, w, a, &b, g->dout, 1);
+    DT__K(load_softmax)(w, a, &b, g->dout);
     for (int64_t d = 0; d < w->wide; d++)
         memset(w->out + d * DT__QUERY_BLOCK, 0, (size_t)b.lanes * sizeof *w->out);
     for (int64_t j = dt__key_range(a, &b, &last); j < last; j += DT__KEY_TILE) {
@@ -15105,14 +15320,14 @@ DT__FN void DT__K(attention_back_block)(const dt_attention_back_args *g, DT__K(a
         int64_t end = dt__visible_tile(a, &b, DT__NR, &t, visible),
                 at = ((s * a->tk + j) * a->kv_heads + kv) * a->dim;
         if (end == 0) continue;
-        DT__K(load_keys)(w->k, w, a, a->k, at, end);
-        DT__K(load_keys)(w->v, w, a, a->v, at, end);
+        DT__K(load_keys)(w->k, w->k_keys, w, a, a->k, at, end);
+        DT__K(load_keys)(w->v, NULL, w, a, a->v, at, end);
         DT__K(attention_back_tile)(g, w, a, &b, &t, visible, end);
     }
     if (!g->dq) return;
     DT__K(transpose_out)(w, &b);
     for (int64_t r = 0; r < b.queries; r++) {
-        DT__REAL *row = w->q + r * w->wide;
+        DT__REAL *row = w->out_rows + r * w->wide;
         for (int64_t i = 0; i < a->dim; i++) row[i] *= (DT__REAL)a->scale;
         DT__K(store)(dt__wide(a->dtype, a->wide), g->dq, b.at[r], a->dim, row, g->accumulate_q);
     }
@@ -15125,13 +15340,15 @@ DT__FN void DT__K(attention_back_kv_head)(
     DT__K(attention_work) w;
     int64_t queries = a->heads / a->kv_heads * a->tq, D = a->dim;
     dt_dtype to = dt__wide(a->dtype, a->wide);
-    DT__K(attention_work_at)(&w, g->work, g->work_bytes, a->tk, D);
+    DT__K(attention_work_at)(&w, g->work, g->work_bytes, a->tk, a);
     memset(w.dk, 0, (size_t)(2 * (w.dv - w.dk)) * sizeof *w.dk); /* clears dk and dv */
     for (int64_t first = 0; first < queries; first += DT__QUERY_BLOCK)
         DT__K(attention_back_block)(g, &w, a, s, kv, first);
     for (int64_t j = 0; j < a->tk; j++) {
         int64_t at = ((s * a->tk + j) * a->kv_heads + kv) * D;
-        DT__K(store)(to, g->dk, at, D, w.dk + j * w.wide, g->accumulate_k);
+        DT__REAL *dk = w.dk + j * w.wide;
+        for (int64_t d = 0; d < D && w.score_scale != 1; d++) dk[d] *= w.score_scale;
+        DT__K(store)(to, g->dk, at, D, dk, g->accumulate_k);
         DT__K(store)(to, g->dv, at, D, w.dv + j * w.wide, g->accumulate_v);
     }
 }
