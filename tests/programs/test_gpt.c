@@ -166,7 +166,8 @@ static void compare_all_with_transformers(void) {
         snprintf(stored, sizeof stored, "%s/vectors.bin", part_models[i]);
         compare_with_transformers(part_models[i], stored, DT_F64, 1e-12);
         compare_with_transformers(part_models[i], stored, DT_F32, 1e-5);
-        compare_with_transformers(part_models[i], stored, DT_BF16, 0.15);
+        /* the gradients of transformers' own bf16 differ by up to 0.18 */
+        compare_with_transformers(part_models[i], stored, DT_BF16, 0.2);
     }
 }
 
