@@ -246,7 +246,7 @@ DT_API dt_tensor *dt_all_to_all_rows(
                        with a reduce-scatter of partial sums. The traffic equals that of
                        DT_REPLICATE, but norms, dropout and residuals hold only 1/N of the tokens.
                        Inside a dt_block the gathered tensor is not kept; the backward gathers the
-                       tensor again, and a backward in two halves gathers it in each half
+                       tensor again, a backward in two halves only in the weight half
 
    dt_param_desc.shards places the weights. A column-parallel layer shards its weight (O,I) and its
    bias (O) along the outputs, dimension 0. A row-parallel layer shards its weight (O,I) along the

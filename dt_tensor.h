@@ -1365,8 +1365,7 @@ struct dt_tensor { /* your code may read and print a tensor; only ops write it *
     /* The gradient: memory like `data`, but in f32 for a bf16 or f16 parameter. dt_backward sets
        the gradient of parameters and dt_require_grad tensors, except of parameters at ZeRO-2 and
        ZeRO-3, where a rank keeps only a shard of the gradient (dt_zero_grad). The gradient of any
-       other tensor is valid only during its block's backward; that of a transient tensor, only
-       until the backward of its op. */
+       other tensor is valid only until the backward of its op. */
     void *grad;
     dt_shape shape; /* local shape, that of this rank's slice */
     dt_dtype dtype;
@@ -1383,6 +1382,8 @@ struct dt_tensor { /* your code may read and print a tensor; only ops write it *
     struct dt_node *producer;        /* the recorded op that made this tensor, or NULL */
     int readers;                     /* how many ops took it as an input, except under dt_no_grad */
     int read_by_weights;             /* 1: the weight half of an op's backward reads the data */
+    dt_tensor *shares;               /* of dt_alias: the tensor whose recomputed data it uses */
+    int last_use;                    /* 1: dt_last_use was called */
     const dt_placements *placements; /* NULL: LOCAL; see dt_placement_of */
     /* DT__IN_ARENA .., DT__GRAD_IN_ARENA ..: who owns `data` and `grad` (section 16) */
     int storage, grad_storage;
@@ -2039,11 +2040,14 @@ DT_API dt_tensor *dt_loss(dt_tensor *x, dt_tensor *scalar, double weight);
        backward   dx <--------- dh <------- dg <--------- dy <-- 1       reads x, h, g
 
    A block groups the ops of a layer. dt_block(ctx, fn, x, user) is the unit of memory, of ZeRO-3
-   gathers and of pipeline stages. Activation checkpointing (recompute, arXiv:1604.06174): with
-   .recompute = 1 a block saves only its input and output, and its backward first runs fn again. So
-   L blocks need memory for L outputs and for the activations of one block, and the step costs one
-   more forward. Zero bubble schedules run the backward in two halves: first the input gradients,
-   later the weight gradients (arXiv:2401.10241). */
+   gathers and of pipeline stages. When a block ends, the outputs of its elementwise functions,
+   norms and gated units are dropped (here g); the backward computes each again before it reads it,
+   in one pass over memory. So does a read of the tensor before the backward; after it, a read
+   fails. Activation checkpointing (recompute, arXiv:1604.06174): with .recompute = 1 a block saves
+   only its input and output, and its backward first runs fn again. So L blocks need memory for L
+   outputs and for the activations of one block, and the step costs one more forward. Zero bubble
+   schedules run the backward in two halves: first the input gradients, later the weight gradients
+   (arXiv:2401.10241). */
 
 enum { DT_MAX_INPUTS = 8 };
 typedef struct dt_node dt_node;
@@ -2055,11 +2059,15 @@ struct dt_node { /* one recorded op */
     int n_in;
     unsigned want;          /* bit i is 1: the backward must compute the gradient of in[i] */
     unsigned unread_inputs; /* from dt_record_desc */
+    unsigned
+        weight_inputs; /* bit i is 1: only the gradients of parameters read the data of in[i] */
     /* narrow[i]: the 16-bit gradient of in[i], a bf16 or f16 parameter, that is not yet added to
        the f32 gradient */
     void *narrow[DT_MAX_INPUTS];
     dt_backward_fn backward;
-    dt_backward_fn recompute; /* from dt_record_desc, if `out` is a transient tensor; else NULL */
+    /* from dt_record_desc, if the data of `out` are dropped and made again; else NULL */
+    dt_backward_fn recompute;
+    int recompute_from_saved; /* 1: `recompute` reads no input */
     void *saved;              /* data that the op saved for its backward */
     dt_block_state *child;    /* the block, if the node is a dt_block call; NULL for an op */
     dt_node *prev;
@@ -2214,6 +2222,17 @@ DT_API void dt_tape(dt_ctx *ctx, int tape, int stage);
 /* [local] Lets the backward compute the gradient of t, for example of an input: t->grad is valid
    from the backward to dt_reset. Call dt_require_grad before the first use of t. Returns t. */
 DT_API dt_tensor *dt_require_grad(dt_tensor *t);
+/* [local] In place: states that only the next op reads the data of x. If that op is dt_rope,
+   dt_dropout, dt_add or dt_sub, and x has the shape of its result, it writes the result over the
+   data of x and takes no memory of its own:
+
+       q = dt_rope(dt_last_use(q), positions, desc);
+
+   The tape checks that this changes nothing: the op makes a new tensor as usual if x is no output
+   of an op in the same block, if another op has read x, or if the backward of x's op reads its
+   output, as that of dt_softmax does. After it was overwritten, every use of the old x fails.
+   Returns x. */
+DT_API dt_tensor *dt_last_use(dt_tensor *x);
 /* [local] Returns x without its history, as PyTorch's detach(): no gradient passes from the result
    to x. It has the data and placements of x, which are copied only where dt_alias copies them. */
 DT_API dt_tensor *dt_detach(dt_tensor *x);
@@ -4779,6 +4798,7 @@ struct dt_block_state {
        outside the block */
     dt_tensor *y, *out;
     dt_block_state *rerun; /* the block of the second run */
+    int is_rerun;          /* 1: this block is a second run */
     dt_tensor *tensors;    /* list of the tensors whose data the block owns, newest first */
     /* under dt_no_grad: x and output of the last block inside this block */
     dt_tensor *last_x, *last_y;
@@ -4799,7 +4819,7 @@ static dt_block_state *dt__block_acquire(dt_ctx *ctx, int recomputed) {
     }
     b->parent = b->children = b->sibling = b->rerun = NULL;
     b->acts = &b->own_acts;
-    b->index = 0;
+    b->index = b->is_rerun = 0;
     b->fn = NULL;
     b->out = b->tensors = b->last_x = b->last_y = NULL;
     return b;
@@ -4853,23 +4873,48 @@ static void dt__block_size_end(dt_ctx *ctx, dt_block_state *b) {
        DT__KEPT             its own, ACTS   reset                             nothing
        DT__SPLIT_BACKWARD   its own, ACTS   after the input half, unless      the block's second run
                                             the weight half reads them; reset
+       DT__RECOMPUTED       its own, ACTS   its block ends, unless it is      node->recompute, if
+                                            the block's output; again after   anything reads them
+                                            the backward of its op
+       DT__OVERWRITTEN      that of the     an op after dt_last_use wrote      nothing
+                            op's result     its result over them
        DT__DEAD             none            by the last reset                 nothing
+
+   DT__RECOMPUTED is for the outputs of ops in a block that cost one pass over memory: norms,
+   activation functions, gated units. A layer then keeps what its matrix products read only for the
+   time of two products. A block's second run keeps these data, because its backward follows at
+   once. Outside of blocks they are not used.
 
    In the root, transient data stay until the backward of their op or the reset, because no call
    marks the end of the root's forward. A tensor of DT__NO_GRAD that a recorded op has read is not
    dropped before the reset, because the op's backward may read it. `data` is NULL from the drop
    on. DT__SPLIT_BACKWARD keeps the memory of zero bubble schedules low, in which several
-   micro-batches wait for their weight half; tensors below DT__MIN_SPLIT_BACKWARD bytes, and those
-   whose size depends on the data, stay in the arena. */
-enum { DT__IN_ARENA = 0, DT__TRANSIENT, DT__NO_GRAD, DT__KEPT, DT__SPLIT_BACKWARD, DT__DEAD };
-enum { DT__NO_BOUND = -1 };                /* value of max_rows: the size has no bound */
-enum { DT__MIN_SPLIT_BACKWARD = 1 << 10 }; /* bytes; smaller tensors stay in the arena */
+   micro-batches wait for their weight half; tensors below DT__MIN_BUFFER bytes, and those whose
+   size depends on the data, stay in the arena. */
+enum {
+    DT__IN_ARENA = 0,
+    DT__TRANSIENT,
+    DT__NO_GRAD,
+    DT__KEPT,
+    DT__SPLIT_BACKWARD,
+    DT__RECOMPUTED,
+    DT__OVERWRITTEN,
+    DT__DEAD
+};
+enum { DT__NO_BOUND = -1 };        /* value of max_rows: the size has no bound */
+enum { DT__MIN_BUFFER = 1 << 10 }; /* bytes; smaller tensors stay in the arena */
 
 /* Returns the bytes of memory for the data, or the gradient, of t for max_rows rows. */
 static size_t dt__reserved_bytes(const dt_tensor *t) {
     dt_shape shape = t->shape;
     if (t->max_rows > shape.d[0]) shape.d[0] = t->max_rows;
     return (size_t)dt_count(shape) * dt_dtype_size(t->dtype);
+}
+
+/* Returns 1 if the data or the gradient of t may have a buffer of their own, which has a fixed
+   size. */
+static int dt__has_buffer(const dt_tensor *t) {
+    return t->max_rows != DT__NO_BOUND && dt__reserved_bytes(t) >= DT__MIN_BUFFER;
 }
 
 /* Returns max_rows of a tensor that keeps dimension 0 of x, which may be NULL. */
@@ -4882,15 +4927,15 @@ static void *dt__data_alloc(dt_tensor *t) {
     dt_ctx *ctx = t->ctx;
     dt_mem mem = t->storage == DT__TRANSIENT ? DT_MEM_COMM : DT_MEM_ACTS;
     size_t bytes = DT__ASAN ? dt__bytes(t) : (dt__reserved_bytes(t) + 63) / 64 * 64;
-    t->data = t->storage == DT__IN_ARENA
-                  ? dt__arena_alloc(ctx, t->block->acts, bytes)
-                  : dt__buffer_acquire_at(ctx, mem, bytes, t->storage != DT__SPLIT_BACKWARD);
+    int fixed = t->storage == DT__SPLIT_BACKWARD || t->storage == DT__RECOMPUTED;
+    t->data = t->storage == DT__IN_ARENA ? dt__arena_alloc(ctx, t->block->acts, bytes)
+                                         : dt__buffer_acquire_at(ctx, mem, bytes, !fixed);
     return t->data;
 }
 
 /* Drops the data of t. The memory of DT__IN_ARENA is freed with the arena. */
 static void dt__data_drop(dt_tensor *t) {
-    if (t->data && t->storage != DT__IN_ARENA) dt__buffer_release(t->ctx, t->data);
+    if (t->data && t->storage != DT__IN_ARENA && !t->shares) dt__buffer_release(t->ctx, t->data);
     t->data = NULL;
 }
 
@@ -4900,12 +4945,17 @@ static void dt__data_drop_if_unread(dt_tensor *t) {
 
 /* Who owns a tensor's gradient: its `grad_storage` is
 
-       grad_storage              memory                        dropped after the
-       DT__GRAD_IN_ARENA         arena of its block's grads    backward of the block
-       DT__GRAD_TRANSIENT        its own, COMM                 backward of the tensor's op
-       DT__GRAD_SPLIT_BACKWARD   as DT__SPLIT_BACKWARD         backward of the tensor's op
-       DT__GRAD_KEPT             its own, ACTS                 reset; see dt_require_grad */
-enum { DT__GRAD_IN_ARENA = 0, DT__GRAD_TRANSIENT, DT__GRAD_SPLIT_BACKWARD, DT__GRAD_KEPT };
+       grad_storage         memory                        dropped after the
+       DT__GRAD_IN_ARENA    arena of its block's grads    backward of the block
+       DT__GRAD_OWN         its own, ACTS                 backward of the tensor's op
+       DT__GRAD_TRANSIENT   its own, COMM                 backward of the tensor's op
+       DT__GRAD_KEPT        its own, ACTS                 reset; see dt_require_grad
+
+   DT__GRAD_OWN is the rule: the backward goes from new to old, so after the backward of its op
+   nothing reads a gradient, and the next gradient of this size takes the buffer. A block's backward
+   then holds the gradients of two or three neighbouring ops, not those of all its ops. Only small
+   gradients, and those whose size depends on the data, are in the arena (dt__has_buffer). */
+enum { DT__GRAD_IN_ARENA = 0, DT__GRAD_OWN, DT__GRAD_TRANSIENT, DT__GRAD_KEPT };
 
 /* Drops the gradient of t if it has a buffer of its own. Before the reset, leaves one of
    DT__GRAD_KEPT. */
@@ -5152,22 +5202,64 @@ static dt_tensor *dt__tensor(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const 
     return t->block->tensors = t;
 }
 
-/* Makes the output of an op that keeps dimension 0 of `rows`, which may be NULL. transient 1: makes
-   a transient tensor, see dt_new_transient. */
+/* Makes the output of an op that keeps dimension 0 of `rows`, which may be NULL. `storage`:
+   DT__IN_ARENA; DT__TRANSIENT, see dt_new_transient; DT__RECOMPUTED if the op is recorded with a
+   `recompute` of about one pass over memory. */
 static dt_tensor *dt__new_output(dt_ctx *ctx, const dt_tensor *rows, dt_dtype dtype, dt_shape shape,
-    const char *name, int transient) {
+    const char *name, int storage) {
     dt_tensor *t = dt__tensor(ctx, dtype, shape, name);
     if (!t) return NULL;
     int no_grad = ctx->no_grad && (t->block->no_grad || t->block == ctx->root);
+    int transient = storage == DT__TRANSIENT;
     t->max_rows = dt__max_rows_kept(rows, shape);
-    int split = ctx->root->split && t->max_rows != DT__NO_BOUND &&
-                dt__reserved_bytes(t) >= DT__MIN_SPLIT_BACKWARD;
-    t->storage = transient ? DT__TRANSIENT
-                 : no_grad ? DT__NO_GRAD
-                 : split   ? DT__SPLIT_BACKWARD
-                           : DT__IN_ARENA;
+    int split = ctx->root->split && dt__has_buffer(t);
+    if (!transient && (ctx->no_grad || t->block == ctx->root || !dt__has_buffer(t)))
+        storage = DT__IN_ARENA;
+    t->storage = storage ? storage : no_grad ? DT__NO_GRAD : split ? DT__SPLIT_BACKWARD : 0;
     t->grad_storage = transient ? DT__GRAD_TRANSIENT : DT__GRAD_IN_ARENA;
     return dt__data_alloc(t) ? t : NULL;
+}
+
+/* bit of unread_inputs: the backward does not read the data of the output */
+enum { DT__UNREAD_OUTPUT = 1 << DT_MAX_INPUTS };
+
+/* value of needs_grad: dt_require_grad was called, so the gradient stays valid after the backward
+   of the tensor's block */
+enum { DT__KEEP_GRAD = 2 };
+
+dt_tensor *dt_last_use(dt_tensor *x) {
+    if (x) x->last_use = 1;
+    return x;
+}
+
+/* Returns 1 if nothing will read the data of x again after the op that takes it now, and whose
+   backward does not read them: dt_last_use says so of the forward, and the tape of the backward. A
+   test for NaN reads inputs after the op. */
+static int dt__can_overwrite(const dt_tensor *x) {
+    const dt_node *n = x->producer;
+    return x->last_use && n && n->out == x && n->unread_inputs & DT__UNREAD_OUTPUT &&
+           x->readers == 0 && !x->read_by_weights && x->needs_grad != DT__KEEP_GRAD &&
+           (x->storage == DT__IN_ARENA || x->storage == DT__SPLIT_BACKWARD) &&
+           x->block == x->ctx->current && !x->ctx->no_grad && !x->ctx->check_finite;
+}
+
+/* Makes the output of an op that may write it over the data of x, of the same type and shape. */
+static dt_tensor *dt__new_output_over(dt_tensor *x, const char *name) {
+    if (!dt__can_overwrite(x)) return dt__new_output(x->ctx, x, x->dtype, x->shape, name, 0);
+    dt_tensor *y = dt__tensor(x->ctx, x->dtype, x->shape, name);
+    if (!y) return NULL;
+    y->max_rows = x->max_rows;
+    y->storage = x->storage;
+    y->data = x->data;
+    return y;
+}
+
+/* After the op has been recorded: if it has overwritten x, the data belong to y alone. */
+static dt_tensor *dt__overwritten(dt_tensor *x, dt_tensor *y) {
+    if (!y || x->base || x->data != y->data) return y;
+    x->data = NULL;
+    x->storage = DT__OVERWRITTEN;
+    return y;
 }
 
 dt_tensor *dt_new(dt_ctx *ctx, dt_dtype dtype, dt_shape shape) {
@@ -5181,9 +5273,10 @@ dt_tensor *dt_new_transient(dt_ctx *ctx, dt_dtype dtype, dt_shape shape) {
 }
 
 static const char *dt__kept_name(const dt_tensor *t);
+static dt_status dt__make_readable(dt_ctx *ctx, dt_tensor *x);
 
-/* If the data of t were dropped, fails the context and returns 1. */
-static int dt__fail_if_dropped(const char *op, const dt_tensor *t) {
+/* If the data of t were dropped, makes them again, or fails the context and returns 1. */
+static int dt__fail_if_dropped(const char *op, dt_tensor *t) {
     if (t->storage == DT__DEAD) {
         const char *name = dt__kept_name(t);
         if (name) {
@@ -5208,12 +5301,18 @@ static int dt__fail_if_dropped(const char *op, const dt_tensor *t) {
         "use it inside the block",
         "was dropped under dt_no_grad, because its dt_block ended or a later one began; return it "
         "from the block, or set dt_block_desc.keep in the block that has it as x or output",
-        "was dropped after the input half of its backward"
+        "was dropped after the input half of its backward",
+        "was dropped by the backward, which has used it; read it before dt_backward, or dt_keep it",
+        "was overwritten by the op that read it after dt_last_use; use the op's result, or do not "
+        "call dt_last_use"
     };
-    const dt_tensor *owner = t;
-    while (owner->base) owner = owner->base;
+    dt_tensor *owner = dt__owner(t);
     if (owner->data || owner->param || !owner->block) return 0;
     int storage = owner->storage;
+    if (storage == DT__RECOMPUTED && !owner->block->acts) storage = DT__IN_ARENA;
+    /* after the backward the parameters may change, so an op would compute other data */
+    if (storage == DT__RECOMPUTED && (!t->ctx->root->backward_done || t->ctx->recomputing))
+        return dt__make_readable(t->ctx, t) != DT_OK;
     if (storage == DT__SPLIT_BACKWARD && !t->ctx->root->backward_done) storage = DT__IN_ARENA;
     if (storage >= DT__KEPT) storage--;
     dt_fail(t->ctx, DT_ERR_ARG, "%s(%s): the tensor %s", op, t->name, why[storage]);
@@ -5364,7 +5463,8 @@ static dt_node *dt__record(dt_tensor *out, dt_ctx *ctx, const dt_record_desc *d)
     node->n_in = n;
     node->backward = d->backward;
     node->unread_inputs = d->unread_inputs;
-    if (out && out->storage == DT__TRANSIENT) node->recompute = d->recompute;
+    if (out && (out->storage == DT__TRANSIENT || out->storage == DT__RECOMPUTED))
+        node->recompute = d->recompute;
     for (int i = 0; i < n; i++) {
         node->in[i] = d->in[i];
         dt_tensor *owner = d->in[i] ? dt__owner(d->in[i]) : NULL;
@@ -5397,9 +5497,6 @@ static dt_node *dt__record_own(dt_tensor *out, const dt_record_desc *d) {
         out->placements = &dt__unknown_placements;
     return node;
 }
-
-/* bit of unread_inputs: the backward does not read the data of the output */
-enum { DT__UNREAD_OUTPUT = 1 << DT_MAX_INPUTS };
 
 void *dt_record_saved(dt_tensor *out, dt_record_desc desc) {
     desc.unread_inputs &= DT__UNREAD_OUTPUT - 1; /* this bit is private */
@@ -6156,27 +6253,22 @@ static int dt__has_input(const dt_node *node, int i) {
 
 int dt_wants(const dt_node *node, int i) { return dt__has_input(node, i) && (node->want >> i & 1); }
 
-/* value of needs_grad: dt_require_grad was called, so the gradient stays valid after the backward
-   of the tensor's block */
-enum { DT__KEEP_GRAD = 2 };
-
 /* Allocates memory that is valid until the end of the backward of block `home`. */
 static void *dt__grad_alloc(dt_ctx *ctx, dt_block_state *home, size_t bytes) {
     if (!home->grads) home->grads = dt__arena_acquire(ctx, &ctx->grad_pool);
     return home->grads ? dt__arena_alloc(ctx, home->grads, bytes) : NULL;
 }
 
-/* Allocates the gradient of t, which is not a parameter: in a buffer of its own if it is dropped
-   before or after the gradients of its block. */
+/* Allocates the gradient of t, which is not a parameter. */
 static void *dt__new_grad(dt_tensor *t) {
     size_t bytes = DT__ASAN ? dt__bytes(t) : (dt__reserved_bytes(t) + 63) / 64 * 64;
     int how = t->grad_storage;
-    if (how == DT__GRAD_IN_ARENA && t->storage == DT__SPLIT_BACKWARD) how = DT__GRAD_SPLIT_BACKWARD;
+    if (how == DT__GRAD_IN_ARENA && dt__has_buffer(t)) how = DT__GRAD_OWN;
     if (t->needs_grad == DT__KEEP_GRAD) how = DT__GRAD_KEPT;
     t->grad_storage = how;
     if (how == DT__GRAD_IN_ARENA) return t->grad = dt__grad_alloc(t->ctx, t->block, bytes);
     dt_mem mem = how == DT__GRAD_TRANSIENT ? DT_MEM_COMM : DT_MEM_ACTS;
-    return t->grad = dt__buffer_acquire_at(t->ctx, mem, bytes, how != DT__GRAD_SPLIT_BACKWARD);
+    return t->grad = dt__buffer_acquire_at(t->ctx, mem, bytes, how != DT__GRAD_OWN);
 }
 
 dt_dtype dt_grad_dtype(const dt_tensor *t) {
@@ -6264,14 +6356,18 @@ static dt_block_state *dt__block_open(
     return b->acts && dt__block_size_begin(ctx, b) == DT_OK ? b : NULL;
 }
 
-/* Ends the forward of block b, whose function has returned y: drops the data of transient tensors
-   and, if the block began under dt_no_grad, of all other tensors except the output, which moves to
-   the parent. A second run keeps its transient tensors, because its backward follows at once. */
+/* Ends the forward of block b, whose function has returned y: drops the data of transient and
+   recomputed tensors and, if the block began under dt_no_grad, of all other tensors except the
+   output, which moves to the parent. A second run keeps its transient tensors, because its backward
+   follows at once. */
 static void dt__block_end_forward(dt_block_state *b, dt_tensor *y) {
     dt_tensor *output = y ? dt__owner(y) : NULL, **at = &b->tensors;
+    const dt_tensor *used = output && output->shares ? output->shares : output;
     while (*at) {
         dt_tensor *t = *at;
         if (t->storage == DT__TRANSIENT && !b->ctx->recomputing) dt__data_drop(t);
+        if (t->storage == DT__RECOMPUTED && !b->is_rerun && t != output && t != used)
+            dt__data_drop(t);
         if (t != output && b->no_grad) dt__data_drop_if_unread(t);
         if (t != output || (t->storage != DT__NO_GRAD && t->storage != DT__KEPT)) {
             at = &t->next;
@@ -6555,33 +6651,41 @@ static void dt__node_uses_done(dt_ctx *ctx, const dt_node *n) {
 }
 
 static dt_status dt__block_rerun(dt_block_state *b, dt_tensor *x);
-static dt_status dt__make_readable(dt_ctx *ctx, dt_tensor *x);
 
-/* Makes dropped data again: those of a transient tensor by the op that made it, those of a
-   recomputed block by a second run of its function. The inputs come first. */
+/* Makes dropped data again: those of a tensor by the op that made it, those of a recomputed block
+   by a second run of its function. The inputs come first. */
 static dt_status dt__make_again(dt_ctx *ctx, dt_node *n) {
-    for (int i = 0; i < n->n_in; i++)
+    for (int i = 0; i < n->n_in && !n->recompute_from_saved; i++) {
         if (dt__make_readable(ctx, n->in[i]) != DT_OK) return dt_error(ctx);
+        if (!n->child && n->in[i] && dt__owner(n->in[i])->param &&
+            dt__ensure_values(n->name, n->in[i]) != DT_OK)
+            return dt_error(ctx);
+    }
     if (n->child) return dt__block_rerun(n->child, n->in[0]);
     return dt__data_alloc(n->out) ? n->recompute(n) : dt_error(ctx);
 }
 
-/* Makes the data of x again if x is a transient tensor, or a view of one, and was dropped. */
+/* Makes the data of x again if x is a transient or recomputed tensor, or a view of one, and was
+   dropped. */
 static dt_status dt__make_readable(dt_ctx *ctx, dt_tensor *x) {
     dt_tensor *t = x ? dt__owner(x) : NULL;
     dt_node *n = t ? t->producer : NULL;
-    if (!n || !n->recompute) return DT_OK;
+    if (!t || !((n && n->recompute) || t->shares)) return DT_OK;
+    if (!t->data && t->shares) {
+        if (dt__make_readable(ctx, t->shares) != DT_OK) return dt_error(ctx);
+        t->data = t->shares->data;
+    }
     if (!t->data && dt__make_again(ctx, n) != DT_OK) return dt_error(ctx);
     x->data = t->data;
     return DT_OK;
 }
 
-/* Makes the inputs of a node readable for its backward: makes the transient tensors again that the
-   backward reads, and gathers parameters. */
-static dt_status dt__make_inputs_readable(dt_ctx *ctx, dt_node *n) {
+/* Makes the inputs of a node readable for its backward: makes the dropped tensors again that this
+   backward, or this half of it, reads, and gathers parameters. */
+static dt_status dt__make_inputs_readable(dt_ctx *ctx, dt_node *n, dt_phase phase) {
+    unsigned unread = n->unread_inputs | (phase == DT_BACKWARD_INPUT ? n->weight_inputs : 0);
     for (int i = 0; i < n->n_in; i++) {
-        if (!(n->unread_inputs >> i & 1) && dt__make_readable(ctx, n->in[i]) != DT_OK)
-            return dt_error(ctx);
+        if (!(unread >> i & 1) && dt__make_readable(ctx, n->in[i]) != DT_OK) return dt_error(ctx);
         if (n->in[i] && dt__owner(n->in[i])->param && dt__ensure_values(n->name, n->in[i]) != DT_OK)
             return dt_error(ctx);
     }
@@ -6616,12 +6720,15 @@ static dt_status dt__check_grads(dt_ctx *ctx, const dt_node *n) {
     return DT_OK;
 }
 
-/* The weight half of an op reads x. If x is transient, its op runs again and reads its inputs. */
+/* The weight half of an op reads x. If the data of x were dropped, its op runs again and reads its
+   inputs. */
 static void dt__keep_for_weights(dt_tensor *x) {
     dt_tensor *t = dt__owner(x);
-    const dt_node *n = t->storage == DT__TRANSIENT ? t->producer : NULL;
+    if (t->shares) t = t->shares;
+    const dt_node *n =
+        t->storage == DT__TRANSIENT || t->storage == DT__RECOMPUTED ? t->producer : NULL;
     t->read_by_weights = 1;
-    for (int i = 0; n && n->recompute && i < n->n_in; i++)
+    for (int i = 0; n && n->recompute && !n->recompute_from_saved && i < n->n_in; i++)
         if (n->in[i]) dt__keep_for_weights(n->in[i]);
 }
 
@@ -6656,13 +6763,14 @@ static void dt__node_backward(dt_ctx *ctx, dt_node *n, dt_phase phase) {
         if (phase == DT_BACKWARD || is_weight == (phase == DT_BACKWARD_WEIGHT)) n->want |= 1u << i;
     }
     if (n->want) {
-        dt_status status = dt__make_inputs_readable(ctx, n);
+        dt_status status = dt__make_inputs_readable(ctx, n, phase);
         if (status == DT_OK) status = n->backward(n);
         if (status == DT_OK) status = dt__widen_grads(ctx, n);
         if (status != DT_OK) dt_fail(ctx, status, "backward of %s", n->name);
         if (ctx->check_finite && ctx->status == DT_OK) dt__check_grads(ctx, n);
     }
-    if (n->out && n->out->storage == DT__TRANSIENT) dt__data_drop(n->out);
+    if (n->out && (n->out->storage == DT__TRANSIENT || n->out->storage == DT__RECOMPUTED))
+        dt__data_drop(n->out);
     /* the weight half of the backward still reads the gradient of an output of weights */
     if (n->out && (phase != DT_BACKWARD_INPUT || !weights)) dt__grad_drop(n->out, 0);
     if (phase != DT_BACKWARD_INPUT) dt__node_uses_done(ctx, n);
@@ -6705,6 +6813,7 @@ static dt_status dt__block_rerun(dt_block_state *b, dt_tensor *x) {
     ctx->no_grad = 0; /* as in the first run: under dt_no_grad no block is recomputed */
     dt_block_state *rerun = b->rerun = dt__block_open(ctx, b->parent, b->index, 1);
     if (rerun) {
+        rerun->is_rerun = 1;
         rerun->grads = b->grads;
         b->grads = NULL;
         ctx->root->n_blocks = b->index;
@@ -6714,8 +6823,8 @@ static dt_status dt__block_rerun(dt_block_state *b, dt_tensor *x) {
         ctx->root->n_blocks = blocks;
         if (ctx->status == DT_OK && dt__block_check_rerun(b, y) && b->out) {
             dt__owner(y)->grad = b->out->grad;
-            if (b->out->grad_storage == DT__GRAD_SPLIT_BACKWARD) {
-                dt__owner(y)->grad_storage = DT__GRAD_SPLIT_BACKWARD;
+            if (b->out->grad_storage == DT__GRAD_OWN) {
+                dt__owner(y)->grad_storage = DT__GRAD_OWN;
                 b->out->grad_storage = DT__GRAD_IN_ARENA; /* the second run drops the buffer */
             }
             /* after dt_require_grad the gradient stays valid after the backward */
@@ -7136,9 +7245,9 @@ static void dt__index_error(const char *op, const dt_tensor *x, const char *inde
 }
 
 /* Makes the output of an elementwise op on x, with the shape and type of x. */
-static dt_tensor *dt__new_like(dt_tensor *x, const char *op) {
+static dt_tensor *dt__new_like(dt_tensor *x, const char *op, int storage) {
     dt_ctx *ctx = dt__float_op_context(op, 1, x, NULL, NULL);
-    return ctx ? dt__new_output(ctx, x, x->dtype, x->shape, op, 0) : NULL;
+    return ctx ? dt__new_output(ctx, x, x->dtype, x->shape, op, storage) : NULL;
 }
 
 /* Fills in the tape record of an op with up to three inputs. */
@@ -7189,15 +7298,15 @@ static dt_status dt__add_grad(dt_node *n, int i, const void *g) {
 }
 
 /* Adds the output's gradient to the gradient of in[i]. can_move is 1 if nothing reads the output's
-   gradient after this call. In this case in[i] takes over the output's gradient buffer without a
-   copy, provided that in[i] is not a parameter and has no gradient yet, and that the output's
-   gradient lives as long as that of in[i]. */
+   gradient after this call. In this case in[i] takes over the output's buffer without a copy,
+   provided that in[i] is not a parameter and has no gradient yet. */
 static dt_status dt__pass_grad(dt_node *n, int i, int can_move) {
     dt_tensor *t = dt__owner(n->in[i]), *out = dt__owner(n->out);
-    if (can_move && !t->param && !t->grad && t->block == out->block &&
-        t->needs_grad != DT__KEEP_GRAD && out->needs_grad != DT__KEEP_GRAD &&
-        out->grad_storage == DT__GRAD_IN_ARENA) {
+    if (can_move && !t->param && !t->grad && t->needs_grad != DT__KEEP_GRAD &&
+        out->grad_storage == DT__GRAD_OWN) {
         t->grad = out->grad;
+        t->grad_storage = DT__GRAD_OWN;
+        out->grad = NULL;
         return DT_OK;
     }
     return dt__add_grad(n, i, out->grad);
@@ -7369,8 +7478,11 @@ static dt_status dt__linear_back(dt_node *n) {
     int no_activation = !((dt__linear_saved *)n->saved)->pre_activation;
     if (dt_wants(n, 3) && !no_activation && dt__pass_grad(n, 3, 0) != DT_OK) return dt_error(ctx);
     void *d = dt__linear_activation_grad(n);
-    /* nothing reads these data again */
-    if (d && !no_activation) dt__data_drop(((dt__linear_saved *)n->saved)->pre_activation);
+    /* nothing reads these data again, unless the weight half of a later op reads the output */
+    int read_again =
+        n->out->storage == DT__RECOMPUTED && ctx->root->backward_done == DT__INPUT_HALF_DONE;
+    if (d && !no_activation && !read_again)
+        dt__data_drop(((dt__linear_saved *)n->saved)->pre_activation);
     if (!d || (dt_wants(n, 0) && !(dx.c = dt__grad_wide(n, 0, &dx.accumulate, &dx.wide))))
         return dt_error(ctx);
     if (dx.c) dt__linear_fuse_input_grad(n, &dx);
@@ -7472,6 +7584,18 @@ static int dt__propagate_linear(const char *op, dt_tensor *y, dt_tensor *x, dt_t
     return dt__propagate_at(op, y, rule, -1, -1, in, 4);
 }
 
+/* Computes the output of a linear op again, from the pre-activation. In 16 bits the product applies
+   the activation before it rounds the pre-activation, so these outputs are stored. */
+static dt_status dt__linear_recompute(dt_node *n) {
+    const dt__linear_saved *saved = (const dt__linear_saved *)n->saved;
+    dt_unary_args a = { .dtype = n->out->dtype,
+        .act = saved->activation,
+        .out = n->out->data,
+        .in = saved->pre_activation->data,
+        .count = (size_t)dt_count(n->out->shape) };
+    return DT__KERNEL(n->out->ctx, n->name, unary, &a);
+}
+
 /* dt_linear_at or, if `rows` is not NULL, dt_grouped_linear. `flags` has bits DT__LINEAR_*. If
    bias_group is not NULL, only its rank 0 adds the bias, so the bias is a partial sum over it. */
 static dt_tensor *dt__linear(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc desc,
@@ -7489,12 +7613,16 @@ static dt_tensor *dt__linear(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear
         dt_fail(ctx, DT_ERR_ARG, "%s(%s): activation %d", op, w->name, desc.activation);
         return NULL;
     }
-    dt_tensor *y = dt__new_output(ctx, x, x->dtype, shape, op, flags & DT__LINEAR_TRANSIENT);
+    int keep_pre_activation = desc.activation && !ctx->no_grad &&
+                              (x->needs_grad || w->needs_grad || (b && b->needs_grad));
+    int recomputes = keep_pre_activation && !desc.residual && !dt__narrow(x->dtype);
+    dt_tensor *y = dt__new_output(ctx, x, x->dtype, shape, op,
+        flags & DT__LINEAR_TRANSIENT ? DT__TRANSIENT
+        : recomputes                 ? DT__RECOMPUTED
+                                     : DT__IN_ARENA);
     if (bias_group && bias_group->rank > 0) flags |= DT__LINEAR_NO_BIAS;
     dt_tensor *pre_activation = NULL, *added = flags & DT__LINEAR_NO_BIAS ? NULL : b;
     if (!dt__propagate_linear(op, y, x, w, b, desc, rows != NULL, bias_group)) return NULL;
-    int keep_pre_activation = desc.activation && !ctx->no_grad &&
-                              (x->needs_grad || w->needs_grad || (b && b->needs_grad));
     if (keep_pre_activation &&
         !(pre_activation = dt__new_output(ctx, x, x->dtype, shape, "pre_activation", 0)))
         return NULL;
@@ -7507,7 +7635,13 @@ static dt_tensor *dt__linear(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear
     size_t bytes = rows && !ctx->no_grad ? (size_t)w->shape.d[0] * sizeof *rows : 0;
     void *copy = bytes ? dt__meta(ctx, bytes) : NULL;
     if (copy) saved.rows = (const int64_t *)memcpy(copy, rows, bytes);
-    return dt__record_with(y, d, &saved);
+    if (recomputes) d.recompute = dt__linear_recompute;
+    y = dt__record_with(y, d, &saved);
+    if (!y || !y->producer) return y;
+    y->producer->recompute_from_saved = recomputes;
+    /* x, unless w is an activation, whose gradient belongs to the input half */
+    y->producer->weight_inputs = dt__owner(w)->param != NULL;
+    return y;
 }
 
 dt_tensor *dt_grouped_linear(
@@ -7529,7 +7663,8 @@ dt_tensor *dt_linear_at(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc
 
 typedef struct dt__norm_saved {
     dt_tensor *mean, *rstd;
-    double gain_offset;
+    dt_tensor *added; /* the bias, or zeros; NULL for RMSNorm */
+    double eps, gain_offset;
 } dt__norm_saved;
 
 static dt_status dt__norm_back(dt_node *n) {
@@ -7565,6 +7700,30 @@ static dt_tensor *dt__zeros_like(dt_tensor *x) {
     return y;
 }
 
+/* Computes y, the mean and the reciprocal of the deviation of each row. */
+static dt_status dt__norm_run(
+    const char *op, dt_tensor *x, dt_tensor *gain, dt_tensor *y, const dt__norm_saved *s) {
+    dt_norm_args a = { .dtype = x->dtype,
+        .out = y->data,
+        .mean = s->mean ? s->mean->data : NULL,
+        .rstd = s->rstd->data,
+        .in = x->data,
+        .gain = gain->data,
+        .bias = s->added ? s->added->data : NULL,
+        .rows = dt__row_count(x),
+        .cols = dt__last_dim(x),
+        .eps = s->eps,
+        .rms = !s->mean,
+        .gain_offset = s->gain_offset };
+    a.work_bytes = dt_row_work((int64_t)a.cols, x->dtype);
+    a.work = dt_scratch(x->ctx, a.work_bytes);
+    return a.work ? DT__OP(op, gain, norm, &a) : dt_error(x->ctx);
+}
+
+static dt_status dt__norm_recompute(dt_node *n) {
+    return dt__norm_run(n->name, n->in[0], n->in[1], n->out, (const dt__norm_saved *)n->saved);
+}
+
 /* RMSNorm, which has no bias, or layer normalization, whose bias may be NULL. */
 static dt_tensor *dt__norm(
     const char *op, int rms, dt_tensor *x, dt_tensor *gain, dt_tensor *bias, dt_rmsnorm_desc desc) {
@@ -7577,31 +7736,21 @@ static dt_tensor *dt__norm(
         return dt__mismatch(op, x, bias, "the bias must have x's last dimension and type");
     dt_shape row = x->shape;
     row.nd--;
-    dt_tensor *y = dt__new_output(ctx, x, x->dtype, x->shape, op, 0);
+    int recorded = x->needs_grad || gain->needs_grad || (bias && bias->needs_grad);
+    dt_tensor *y =
+        dt__new_output(ctx, x, x->dtype, x->shape, op, recorded ? DT__RECOMPUTED : DT__IN_ARENA);
     dt_tensor *rstd = dt__new_output(ctx, x, dt__wide(x->dtype, 1), row, "rstd", 0);
     dt_tensor *mean = rms ? NULL : dt__new_output(ctx, x, dt__wide(x->dtype, 1), row, "mean", 0);
     /* the kernel of layer normalization always adds a bias */
     dt_tensor *added = bias || rms ? bias : dt__zeros_like(gain);
     if (!y || !rstd || (!rms && (!mean || !added))) return NULL;
     if (!dt__propagate(op, y, DT__RULE_NORM, x, gain, bias)) return NULL;
-    dt_norm_args a = { .dtype = x->dtype,
-        .out = y->data,
-        .mean = mean ? mean->data : NULL,
-        .rstd = rstd->data,
-        .in = x->data,
-        .gain = gain->data,
-        .bias = added ? added->data : NULL,
-        .rows = dt__row_count(x),
-        .cols = dt__last_dim(x),
-        .eps = desc.eps > 0 ? desc.eps : 1e-5,
-        .rms = rms,
-        .gain_offset = desc.gain_offset };
-    a.work_bytes = dt_row_work((int64_t)a.cols, x->dtype);
-    a.work = dt_scratch(ctx, a.work_bytes);
-    if (!a.work || DT__OP(op, gain, norm, &a) != DT_OK) return NULL;
-    dt__norm_saved saved = { mean, rstd, desc.gain_offset };
-    return dt__record_with(
-        y, dt__make_record(op, x, gain, bias, dt__norm_back, sizeof saved), &saved);
+    dt__norm_saved saved = { mean, rstd, added, desc.eps > 0 ? desc.eps : 1e-5, desc.gain_offset };
+    if (dt__norm_run(op, x, gain, y, &saved) != DT_OK) return NULL;
+    dt_record_desc d = dt__make_record(op, x, gain, bias, dt__norm_back, sizeof saved);
+    d.recompute = dt__norm_recompute;
+    d.unread_inputs = DT__UNREAD_OUTPUT;
+    return dt__record_with(y, d, &saved);
 }
 
 dt_tensor *dt_layernorm(dt_tensor *x, dt_tensor *gain, dt_tensor *bias, double eps) {
@@ -7630,7 +7779,7 @@ static dt_status dt__softmax_back(dt_node *n) {
 }
 
 dt_tensor *dt_softmax(dt_tensor *x) {
-    dt_tensor *y = dt__new_like(x, "dt_softmax");
+    dt_tensor *y = dt__new_like(x, "dt_softmax", DT__IN_ARENA);
     if (!dt__propagate("dt_softmax", y, DT__RULE_LAST, x, NULL, NULL)) return NULL;
     dt_softmax_args a = { .dtype = x->dtype,
         .out = y->data,
@@ -7664,21 +7813,32 @@ static dt_status dt__unary_back(dt_node *n) {
     return a.dx ? DT__KERNEL(x->ctx, n->name, unary_back, &a) : dt_error(x->ctx);
 }
 
-static dt_tensor *dt__unary(const char *op, dt_tensor *x, int act, double scale, double shift) {
-    dt_tensor *y = dt__new_like(x, op);
-    int rule = act == DT_ACT_AFFINE && shift == 0 ? DT__RULE_SCALE : DT__RULE_FUNCTION;
-    if (!dt__propagate(op, y, rule, x, NULL, NULL)) return NULL;
+static dt_status dt__unary_run(
+    const char *op, dt_tensor *x, dt_tensor *y, const dt__unary_saved *saved) {
     dt_unary_args a = { .dtype = x->dtype,
-        .act = act,
+        .act = saved->act,
         .out = y->data,
         .in = x->data,
         .count = (size_t)dt_count(x->shape),
-        .scale = scale,
-        .shift = shift };
-    if (DT__OP(op, x, unary, &a) != DT_OK) return NULL;
+        .scale = saved->scale,
+        .shift = saved->shift };
+    return DT__OP(op, x, unary, &a);
+}
+
+static dt_status dt__unary_recompute(dt_node *n) {
+    return dt__unary_run(n->name, n->in[0], n->out, (const dt__unary_saved *)n->saved);
+}
+
+static dt_tensor *dt__unary(const char *op, dt_tensor *x, int act, double scale, double shift) {
     dt__unary_saved saved = { act, scale, shift };
-    return dt__record_with(
-        y, dt__make_record(op, x, NULL, NULL, dt__unary_back, sizeof saved), &saved);
+    dt_tensor *y = dt__new_like(x, op, x && x->needs_grad ? DT__RECOMPUTED : DT__IN_ARENA);
+    int rule = act == DT_ACT_AFFINE && shift == 0 ? DT__RULE_SCALE : DT__RULE_FUNCTION;
+    if (!dt__propagate(op, y, rule, x, NULL, NULL)) return NULL;
+    if (dt__unary_run(op, x, y, &saved) != DT_OK) return NULL;
+    dt_record_desc d = dt__make_record(op, x, NULL, NULL, dt__unary_back, sizeof saved);
+    d.recompute = dt__unary_recompute;
+    d.unread_inputs = DT__UNREAD_OUTPUT;
+    return dt__record_with(y, d, &saved);
 }
 
 dt_tensor *dt_gelu(dt_tensor *x) { return dt__unary("dt_gelu", x, DT_ACT_GELU, 1, 0); }
@@ -7717,6 +7877,20 @@ static dt_status dt__glu_back(dt_node *n) {
 }
 
 /* act: the DT_ACT_* of the gate */
+static dt_status dt__glu_run(const char *op, dt_tensor *x, dt_tensor *y, int act) {
+    dt_glu_args a = { .dtype = x->dtype,
+        .act = act,
+        .out = y->data,
+        .in = x->data,
+        .rows = dt__row_count(y),
+        .cols = dt__last_dim(x) };
+    return DT__OP(op, x, glu, &a);
+}
+
+static dt_status dt__glu_recompute(dt_node *n) {
+    return dt__glu_run(n->name, n->in[0], n->out, *(const int *)n->saved);
+}
+
 static dt_tensor *dt__glu(const char *op, dt_tensor *x, int act) {
     dt_ctx *ctx = dt__float_op_context(op, 1, x, NULL, NULL);
     if (!ctx) return NULL;
@@ -7725,16 +7899,14 @@ static dt_tensor *dt__glu(const char *op, dt_tensor *x, int act) {
         return dt__shape_error(op, x, "gate and up (..,2,F) are needed");
     shape.d[shape.nd - 2] = shape.d[shape.nd - 1];
     shape.nd--;
-    dt_tensor *y = dt__new_output(ctx, x, x->dtype, shape, op, 0);
+    dt_tensor *y =
+        dt__new_output(ctx, x, x->dtype, shape, op, x->needs_grad ? DT__RECOMPUTED : DT__IN_ARENA);
     if (!dt__propagate(op, y, DT__RULE_GLU, x, NULL, NULL)) return NULL;
-    dt_glu_args a = { .dtype = x->dtype,
-        .act = act,
-        .out = y->data,
-        .in = x->data,
-        .rows = dt__row_count(y),
-        .cols = dt__last_dim(x) };
-    if (DT__OP(op, x, glu, &a) != DT_OK) return NULL;
-    return dt__record_with(y, dt__make_record(op, x, NULL, NULL, dt__glu_back, sizeof act), &act);
+    if (dt__glu_run(op, x, y, act) != DT_OK) return NULL;
+    dt_record_desc d = dt__make_record(op, x, NULL, NULL, dt__glu_back, sizeof act);
+    d.recompute = dt__glu_recompute;
+    d.unread_inputs = DT__UNREAD_OUTPUT;
+    return dt__record_with(y, d, &act);
 }
 
 dt_tensor *dt_swiglu(dt_tensor *x) { return dt__glu("dt_swiglu", x, DT_ACT_SILU); }
@@ -7826,7 +7998,10 @@ static dt_status dt__binary_back(dt_node *n) {
     dt_tensor *out = n->out, *b = n->in[1];
     dt_ctx *ctx = out->ctx;
     int op = *(const int *)n->saved, selects = op == DT_MINIMUM || op == DT_MAXIMUM;
-    size_t bytes[3] = { dt__bytes(out), dt__bytes(out), dt__bytes(out) };
+    int terms = op >= DT_MUL, sums = op == DT_SUB || op == DT_DIV;
+    for (int i = 0; i < 2; i++) sums |= !dt__same_shape(n->in[i]->shape, out->shape);
+    size_t bytes[3] = { terms ? dt__bytes(out) : 0, sums ? dt__bytes(out) : 0,
+        sums ? dt__bytes(out) : 0 };
     char *work[3];
     if (!dt__split_scratch(ctx, bytes, work, 3)) return dt_error(ctx);
     void *term = work[0], *buffers[2] = { work[1], work[2] };
@@ -7891,7 +8066,10 @@ static dt_tensor *dt__binary(const char *name, int op, dt_tensor *a, dt_tensor *
     if (!dt__broadcast(a->shape, b->shape, &args.shape, args.stride_a, args.stride_b))
         return dt__mismatch(name, a, b, "dimensions, counted from the last, must be equal or 1");
     const dt_tensor *rows = a->max_rows && a->shape.nd == args.shape.nd ? a : b;
-    dt_tensor *y = dt__new_output(ctx, rows, a->dtype, args.shape, name, 0);
+    dt_tensor *over = op >= DT_MUL || a == b ? NULL : dt__can_overwrite(b) ? b : a;
+    if (over && !dt__same_shape(over->shape, args.shape)) over = NULL;
+    dt_tensor *y = over ? dt__new_output_over(over, name)
+                        : dt__new_output(ctx, rows, a->dtype, args.shape, name, 0);
     int rule = op == DT_MUL    ? DT__RULE_MUL
                : op == DT_DIV  ? DT__RULE_DIV
                : op < DT_MUL   ? DT__RULE_ADD
@@ -7903,7 +8081,10 @@ static dt_tensor *dt__binary(const char *name, int op, dt_tensor *a, dt_tensor *
     args.b = b->data;
     if (DT__OP(name, a, binary, &args) != DT_OK) return NULL;
     if (rule == DT__RULE_COMPARE) return y;
-    return dt__record_with(y, dt__make_record(name, a, b, NULL, dt__binary_back, sizeof op), &op);
+    dt_record_desc d = dt__make_record(name, a, b, NULL, dt__binary_back, sizeof op);
+    if (op < DT_MUL) d.unread_inputs = 3 | DT__UNREAD_OUTPUT;
+    y = dt__record_with(y, d, &op);
+    return over ? dt__overwritten(over, y) : y;
 }
 
 dt_tensor *dt_add(dt_tensor *a, dt_tensor *b) { return dt__binary("dt_add", DT_ADD, a, b); }
@@ -8216,13 +8397,19 @@ dt_tensor *dt_alias(dt_tensor *x) {
         if (y) y->needs_grad = 0;
         return y;
     }
-    /* copies the data if they may be dropped before the alias */
-    int copied = (owner->storage != DT__IN_ARENA && owner->storage != DT__SPLIT_BACKWARD) ||
+    /* copies the data if they may be dropped before the alias; recomputed data are shared, because
+       whoever reads the alias makes them again */
+    int copied = (owner->storage != DT__IN_ARENA && owner->storage != DT__SPLIT_BACKWARD &&
+                     owner->storage != DT__RECOMPUTED) ||
                  (owner->param && owner->param->bucket->data != owner->param->bucket->shard);
     y = copied ? dt__new_output(ctx, x, x->dtype, x->shape, x->name, 0)
                : dt__tensor(ctx, x->dtype, x->shape, x->name);
     if (y && copied && dt__move(ctx, y->data, x->data, dt__bytes(x)) != DT_OK) return NULL;
     if (y && !copied) y->data = x->data;
+    if (y && owner->storage == DT__RECOMPUTED) {
+        y->storage = DT__RECOMPUTED;
+        y->shares = owner->shares ? owner->shares : owner;
+    }
     if (y) y->max_rows = x->max_rows;
     owner->read_by_weights = 1; /* so the data stay until the alias is dropped */
     return y;
@@ -8320,6 +8507,7 @@ static dt_tensor *dt__strided_op(const char *op, dt_tensor *const *x, int n, dt_
     dt_record_desc d = dt__make_record(op, NULL, NULL, NULL, dt__strided_back, sizeof *m);
     for (int i = 0; i < n; i++) d.in[i] = x[i];
     d.n_in = n;
+    d.unread_inputs = (1u << n) - 1;
     return dt__record_with(y, d, m);
 }
 
@@ -8566,6 +8754,7 @@ static dt_tensor *dt__cast(dt_tensor *x, dt_dtype dtype, int transient) {
     if (dt__integer(dtype) || dt__integer(x->dtype)) return y;
     dt_record_desc d = dt__make_record("dt_cast", x, NULL, NULL, dt__cast_back, 0);
     d.recompute = dt__cast_recompute;
+    d.unread_inputs = 1;
     return dt__record_op(y, d);
 }
 
@@ -9119,7 +9308,7 @@ static dt_tensor *dt__lookup_rows(
             out->data) != DT_OK)
         return NULL;
     dt_record_desc d = dt__make_record(op, table, ids, NULL, dt__embedding_back, 0);
-    d.unread_inputs = 1;
+    d.unread_inputs = 1 | DT__UNREAD_OUTPUT;
     return dt__record_op(out, d);
 }
 
@@ -9441,14 +9630,15 @@ dt_tensor *dt_rope(dt_tensor *x, dt_tensor *positions, dt_rope_desc desc) {
         return NULL;
     }
     if (!dt__rope_scaling_fits(x, desc.scaling)) return NULL;
-    dt_tensor *y = dt__new_output(ctx, x, x->dtype, x->shape, "dt_rope", 0);
+    dt_tensor *y = dt__new_output_over(x, "dt_rope");
     if (!dt__propagate("dt_rope", y, DT__RULE_ROPE, x, positions, NULL)) return NULL;
     dt_rope_args a = dt__rope_args(x, positions, desc);
     a.in = x->data;
     a.out = y->data;
     if (DT__OP("dt_rope", x, rope, &a) != DT_OK) return NULL;
-    return dt__record_with(
-        y, dt__make_record("dt_rope", x, positions, NULL, dt__rope_back, sizeof desc), &desc);
+    dt_record_desc d = dt__make_record("dt_rope", x, positions, NULL, dt__rope_back, sizeof desc);
+    d.unread_inputs = 1 | DT__UNREAD_OUTPUT;
+    return dt__overwritten(x, dt__record_with(y, d, &desc));
 }
 
 typedef struct dt__dropout_saved {
@@ -9499,7 +9689,7 @@ dt_tensor *dt_dropout(dt_tensor *x, double p, uint64_t key, dt_tensor *tokens) {
     if (tokens && (tokens->dtype != DT_I32 || (size_t)dt_count(tokens->shape) != dt__row_count(x)))
         return dt__mismatch(
             "dt_dropout", x, tokens, "one i32 token for each row of x (..,C) is needed");
-    dt_tensor *y = dt__new_output(ctx, x, x->dtype, x->shape, "dt_dropout", 0);
+    dt_tensor *y = dt__new_output_over(x, "dt_dropout");
     int rule = tokens ? DT__RULE_DROPOUT : DT__RULE_DROPOUT_ROWS;
     if (!dt__propagate("dt_dropout", y, rule, x, tokens, NULL)) return NULL;
     dt_dropout_args a = dt__dropout_args(x, tokens, p, key);
@@ -9507,8 +9697,10 @@ dt_tensor *dt_dropout(dt_tensor *x, double p, uint64_t key, dt_tensor *tokens) {
     a.out = y->data;
     if (DT__OP("dt_dropout", x, dropout, &a) != DT_OK) return NULL;
     dt__dropout_saved saved = { p, key };
-    return dt__record_with(
-        y, dt__make_record("dt_dropout", x, tokens, NULL, dt__dropout_back, sizeof saved), &saved);
+    dt_record_desc d =
+        dt__make_record("dt_dropout", x, tokens, NULL, dt__dropout_back, sizeof saved);
+    d.unread_inputs = 1 | DT__UNREAD_OUTPUT;
+    return dt__overwritten(x, dt__record_with(y, d, &saved));
 }
 
 /* ---- attention ---- */

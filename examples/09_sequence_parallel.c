@@ -157,8 +157,8 @@ static dt_status train(dt_ctx *ctx, void *user) { /* runs on every rank */
    the models with L and with FEWER layers, divided by L - FEWER. */
 static int layer_matches(const job *j, const job *fewer) {
     size_t N = (size_t)j->tp, per_number = B * T * sizeof(float),
-           outside = per_number * (4 * C + 1) / (j->sp ? N : 1);
-    size_t peak = (j->peak - fewer->peak) / (L - FEWER), want = outside + per_number * 2 * F / N;
+           outside = per_number * (3 * C + 1) / (j->sp ? N : 1);
+    size_t peak = (j->peak - fewer->peak) / (L - FEWER), want = outside + per_number * F / N;
     size_t sent = per_number * C * (N - 1) / N, forward = 2 * sent,
            backward = (j->sp ? 3 : 2) * sent;
     printf("%-14s %11zu (%6zu)   %14zu (%6zu)   %15zu (%6zu)\n", j->name, peak, want,

@@ -57,15 +57,19 @@
    that a layer stores per token, and which activations these are. A layer's input is counted in the
    layer before it. full:k is `full` with recompute_every = k.
 
-       GPT-2   none        6C + 2KD + 2F + H + 4    n, q, k, v, heads, x, n, fc, gelu, x; lse;
-                                                    mean and rstd twice
-               selective   4C + 2F + 2              without n, q, k, v, lse, mean, rstd of
-                                                    attention (arXiv:2205.05198)
-       Llama   none        7C + 3KD + 3F + H + 2    n, q, k, v, rotated q and k, heads, x, n,
-                                                    gate, up, h, x; lse; rstd twice
-               selective   4C + 3F + 1              without those of attention, as above
+       GPT-2   none        4C + 2KD + F + H + 4     q, k, v, heads, x, fc, x; lse; mean and rstd
+                                                    twice
+               selective   3C + F + 2               without q, k, v, lse, mean, rstd of attention
+                                                    (arXiv:2205.05198)
+       Llama   none        4C + 2KD + 2F + H + 2    rotated q and k, v, heads, x, gate, up, x; lse;
+                                                    rstd twice
+               selective   3C + 2F + 1              without those of attention, as above
        both    full        C                        the output (arXiv:1604.06174)
                full:k      C / k                    the output of every k-th layer
+
+   With every config.recompute the backward pass computes the outputs of the norms, of GELU and of
+   SwiGLU again, one layer at a time: they cost one pass over memory each. In 16 bits a GPT-2 stores
+   the output of GELU, F more.
 
    Latent attention stores more than the table says: the latents, and the parts of q, k and v before
    their concatenation.
@@ -73,12 +77,14 @@
    In the backward pass, full:k also holds the activations of `none` for k layers at a time. A GPT-2
    with F = 4C and K = H needs less memory with full:k than with `full` if
 
-       L - L/k > (k - 1)(16 + H/C)
+       L - L/k > (k - 1)(10 + H/C)
 
-   Dropout adds 4C to `none` and `selective`, because both branches are stored before and after
-   dropout. The zero-bubble schedule keeps recomputed activations and their gradients from a
-   micro-batch's action I (input gradients) to its action W (weight gradients). With this schedule
-   `selective` saves little and `full` saves nothing.
+   Dropout and the residual addition write over their input, so dropout adds nothing; over tp it
+   adds 2C to `none` and `selective`, because the sums over the ranks are stored too. The
+   zero-bubble schedule keeps recomputed activations and their gradients from a micro-batch's action
+   I (input gradients) to its action W (weight gradients): the inputs and the output gradients of all
+   weights, 16C for a GPT-2 with F = 4C and K = H. With this schedule `selective` saves little and
+   `full` saves nothing.
 
    Layouts: config.tp shards heads, hidden units and the vocabulary. config.sp also shards the
    tokens outside the tensor-parallel layers. config.cp shards the tokens everywhere: each rank
@@ -94,10 +100,10 @@
    Without recompute, a rank stores for each layer this number of elements per token. If K < t, each
    rank has one kv head, so KD/t means D:
 
-       GPT-2   tp          4C + 4 + (2C + 2KD + 2F + H)/t
-               tp with sp  (4C + 4)/t + (2C + 2KD + 2F + H)/t
-       Llama   tp          4C + 2 + (3C + 3KD + 3F + H)/t
-               tp with sp  (4C + 2)/t + (3C + 3KD + 3F + H)/t */
+       GPT-2   tp          2C + 4 + (2C + 2KD + F + H)/t
+               tp with sp  (2C + 4)/t + (2C + 2KD + F + H)/t
+       Llama   tp          2C + 2 + (2C + 2KD + 2F + H)/t
+               tp with sp  (2C + 2)/t + (2C + 2KD + 2F + H)/t */
 #ifndef GPT_H
 #define GPT_H
 
@@ -1026,7 +1032,7 @@ static inline dt_tensor *gpt_branch(const gpt_pass *r, dt_tensor *x, dt_tensor *
     h = dt_row_linear_at(h, w, b, d, tp, r->outside);
     if (d.residual) return h;
     if (norm) h = gpt_norm(r->model, h, norm, NULL);
-    return dt_add(x, gpt_dropout(r, h, site));
+    return dt_add(x, dt_last_use(gpt_dropout(r, dt_last_use(h), site)));
 }
 
 static inline dt_tensor *gpt_enter(const gpt_pass *r, dt_tensor *x) {
@@ -1141,7 +1147,7 @@ static inline dt_tensor *gpt_rotate(const gpt_pass *r, dt_tensor *x, dt_tensor *
     if (gain) x = gpt_norm(r->model, x, gain, NULL);
     if (gpt_is_local(c, gpt_layer_at(r)) && c.parts.local_theta > 0)
         d = (dt_rope_desc){ .theta = c.parts.local_theta };
-    return dt_rope(x, r->positions, d);
+    return dt_rope(dt_last_use(x), r->positions, d);
 }
 
 /* A layer's attention without the output projection, (B,T,C) -> (B,T,H*D/tp). Selective recompute
@@ -1311,7 +1317,7 @@ static inline dt_tensor *gpt_embed(dt_tensor *x, void *user) {
     if (m->config.parts.gemma) x = dt_affine(x, sqrt((double)m->config.width), 0);
     if (m->config.arch == GPT_GPT2) {
         dt_tensor *here = dt_redistribute(r->positions, m->config.tp, DT_REPLICATE, r->outside);
-        x = dt_add(x, dt_embedding(m->wpe, here));
+        x = dt_add(dt_last_use(x), dt_embedding(m->wpe, here));
     }
     return gpt_dropout(r, x, 0);
 }

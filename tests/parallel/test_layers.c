@@ -182,11 +182,12 @@ static void store_shard(
 
 /* Bytes that one rank sends in forward and backward. X, Y: bytes sent to gather the full input and
    result. A gathered tensor that a block has freed is gathered again in the backward; if the
-   backward runs in halves, in each half. A recomputed block repeats the communication of its
+   backward runs in halves, in the weight half, which alone reads it: the input half frees the
+   gathered tensor of a root or of a second run. A recomputed block repeats the communication of its
    forward. The root frees nothing before its backward begins. */
 static void layer_bytes(layer_case c, size_t n, size_t *forward, size_t *backward) {
     size_t X = (size_t)LB * LS * LC * 8 / n * (n - 1), Y = (size_t)LB * LS * LO * 8 / n * (n - 1);
-    int again = (c.wrap == BLOCK) + c.halves;
+    int again = c.wrap == BLOCK || c.halves;
     *forward = c.outside < 0 ? 2 * Y : X + Y;
     *backward = c.outside < 0 ? c.x_grad * 2 * X : Y + (size_t)(c.x_grad * (1 + again)) * X;
     if (c.wrap == RECOMPUTED) *backward += *forward;
@@ -1418,8 +1419,7 @@ static void test_gpt_kept_bytes(void) {
         run_well(2, gpt_step_main, &more);
         int C = c.width, D = C / c.heads, KD = (c.kv_heads < 2 ? 2 : c.kv_heads) * D, F = c.ffn,
             H = c.heads, t = 2;
-        int whole = arch ? 4 * C + 2 : 4 * C + 4,
-            cut = arch ? 3 * C + 3 * KD + 3 * F + H : 2 * C + 2 * KD + 2 * F + H;
+        int whole = arch ? 2 * C + 2 : 2 * C + 4, cut = 2 * C + 2 * KD + (arch ? 2 * F : F) + H;
         size_t want =
             (size_t)(less.B * c.seq) * (size_t)(whole * t / (sp ? t : 1) + cut) / (size_t)t * 8;
         CHECK_MSG(more.live - less.live == want,

@@ -1250,11 +1250,9 @@ static void activation_formula(void) {
                 int64_t B = 8, C = c.width, KD = C / c.heads * c.kv_heads, F = c.ffn, H = c.heads;
                 c.recompute = recompute;
                 c.dropout = drop ? 0.5 : 0;
-                int64_t none =
-                    c.arch ? 7 * C + 3 * KD + 3 * F + H + 2 : 6 * C + 2 * KD + 2 * F + H + 4;
-                int64_t selective = c.arch ? 4 * C + 3 * F + 1 : 4 * C + 2 * F + 2;
+                int64_t none = c.arch ? 4 * C + 2 * KD + 2 * F + H + 2 : 4 * C + 2 * KD + F + H + 4;
+                int64_t selective = c.arch ? 3 * C + 2 * F + 1 : 3 * C + F + 2;
                 int64_t want = recompute == 0 ? none : recompute == 1 ? selective : C;
-                if (recompute < 2) want += drop * 4 * C;
                 size_t less = activation_bytes(c, B);
                 c.layers += 2;
                 size_t got = activation_bytes(c, B) - less;

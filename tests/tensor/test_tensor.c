@@ -2206,9 +2206,9 @@ static size_t rc_kept(gpt_config c, int64_t B, int recompute) {
     int64_t M = B * c.seq, C = c.width, KD = C / c.heads * c.kv_heads;
     if (recompute == GPT_RECOMPUTE_FULL) return rc_bytes(1, M * C, c.dtype);
     size_t mlp =
-        rc_bytes(4, M * C, c.dtype) + rc_bytes(2, M * c.ffn, c.dtype) + rc_bytes(2, M, c.dtype);
+        rc_bytes(3, M * C, c.dtype) + rc_bytes(1, M * c.ffn, c.dtype) + rc_bytes(2, M, c.dtype);
     if (recompute == GPT_RECOMPUTE_SELECTIVE) return mlp;
-    return mlp + rc_bytes(2, M * C, c.dtype) + rc_bytes(2, M * KD, c.dtype) +
+    return mlp + rc_bytes(1, M * C, c.dtype) + rc_bytes(2, M * KD, c.dtype) +
            rc_bytes(2, M, c.dtype) + rc_bytes(1, M * c.heads, c.dtype);
 }
 
@@ -2607,7 +2607,183 @@ static void rc_no_input(void) {
     CHECK(memcmp(bits[0], bits[1], sizeof bits[0]) == 0);
 }
 
+// ---- recomputed outputs of ops, and dt_last_use
+
+/* The parameters of a layer, and the tensors that it makes. */
+typedef struct ro_layer {
+    dt_tensor *w, *v, *gain, *bias, *norm, *gelu, *unit, *softmax;
+    int last_use; /* 1: passes dt_last_use tensors that an op must not overwrite */
+    int over;     /* number of tensors that were overwritten */
+} ro_layer;
+
+static dt_tensor *ro_last(const ro_layer *l, dt_tensor *x) {
+    return l->last_use ? dt_last_use(x) : x;
+}
+
+/* Dropout of x, over x if the tape allows it. */
+static dt_tensor *ro_dropout(ro_layer *l, dt_tensor *x) {
+    const void *before = x ? x->data : NULL;
+    dt_tensor *y = dt_dropout(ro_last(l, x), 0.25, 5, NULL);
+    l->over += y && y->data == before;
+    return y;
+}
+
+static dt_tensor *ro_forward(dt_tensor *x, void *user) {
+    ro_layer *l = (ro_layer *)user;
+    dt_linear_desc gelu = { .activation = DT_ACT_GELU };
+    l->norm = dt_layernorm(x, l->gain, l->bias, 0);
+    l->gelu = dt_linear_at(l->norm, l->w, NULL, gelu);
+    dt_tensor *y = dt_linear(l->gelu, l->v, NULL); /* (64,32) */
+    l->unit = dt_swiglu(dt_reshape(y, DT_SHAPE(64, 2, 16)));
+    l->softmax = dt_softmax(dt_silu(y));
+    dt_tensor *read = dt_linear(l->softmax, l->v, NULL), *square = dt_mul(read, read);
+    /* the tape refuses these: a backward reads a softmax, a factor and an input, the user a leaf */
+    dt_tensor *sum = dt_add(ro_dropout(l, l->softmax), ro_dropout(l, read));
+    sum = dt_add(dt_add(sum, square), ro_dropout(l, x));
+    sum = dt_add(sum, ro_dropout(l, dt_require_grad(dt_linear(l->gelu, l->v, NULL))));
+    sum = dt_add(sum, ro_dropout(l, dt_softmax(y)));
+    sum = dt_add(sum, dt_linear(l->norm, dt_affine(l->v, 0.5, 0), NULL)); /* no parameter */
+    dt_tensor *z = dt_linear(l->norm, l->v, NULL), *alias = dt_detach(z);
+    sum = dt_add(dt_add(sum, ro_dropout(l, z)), alias);
+    CHECK(l->over == 0);
+    /* and allows this one: nothing reads the output of a linear layer */
+    sum = dt_add(sum, ro_dropout(l, dt_linear(l->norm, l->v, NULL)));
+    CHECK(l->over == l->last_use);
+    l->over = 0;
+    return dt_concat((dt_tensor *[]){ sum, l->unit }, 2, 1);
+}
+
+/* The layer's gradients and those of its input in a block, recomputed or not, equal those in the
+   root, where nothing is dropped, bit for bit; also with dt_last_use, and with a backward in two
+   halves. In 16 bits the product computes GELU from sums that are not rounded yet. */
+static void ro_same_bits(void) {
+    static const dt_dtype types[] = { DT_F32, DT_F64, DT_BF16, DT_F16 };
+    static char bits[2][1 << 16];
+    for (int i = 0; i < 4 * 12; i++) {
+        int kind = i % 3, last_use = i / 3 % 2, halves = i / 6 % 2, k = i % 12 > 0;
+        dt_dtype type = types[i / 12];
+        meter m = METER;
+        dt_ctx *ctx = open_ctx(&m);
+        dt_param_desc d = { .dtype = type };
+        ro_layer l = { .last_use = last_use };
+        l.w = dt_param_at(ctx, "w", DT_SHAPE(32, 32), DT_NORMAL(0.5), d);
+        l.v = dt_param_at(ctx, "v", DT_SHAPE(32, 32), DT_NORMAL(0.5), d);
+        l.gain = dt_param_at(ctx, "gain", DT_SHAPE(32), DT_NORMAL(1), d);
+        l.bias = dt_param_at(ctx, "bias", DT_SHAPE(32), DT_NORMAL(1), d);
+        dt_tensor *x = dt_require_grad(noise_input(ctx, type, DT_SHAPE(64, 32), 3, 1));
+        dt_tensor *y = kind == 0 ? ro_forward(x, &l)
+                                 : dt_block_at(ctx, ro_forward, x, &l,
+                                       (dt_block_desc){ .recompute = kind == 2 });
+        dt_tensor *loss = weigh(y, NULL);
+        if (halves)
+            dt_backward_input(loss), dt_backward_weight(loss);
+        else
+            dt_backward(loss);
+        size_t bytes = all_grads(ctx, bits[k]), more = x && x->grad ? dt__bytes(x) : 0;
+        CHECK(more > 0 && bytes + more <= sizeof bits[k]);
+        memcpy(bits[k] + bytes, x->grad, more);
+        CHECK_MSG(memcmp(bits[0], bits[k], bytes + more) == 0,
+            "%s, kind %d, last use %d, halves %d: other gradients than in the root",
+            dt_dtype_name(type), kind, last_use, halves);
+        close_good(ctx, &m, "recomputed outputs");
+    }
+}
+
+/* At the end of a block the outputs of norm, GELU (not in 16 bits), gated unit are dropped. A read
+   before the backward computes them again, a read after it fails, and so does a read of a tensor
+   that a recomputed block has freed or an op has overwritten. */
+static void ro_reads(void) {
+    for (int kind = 0; kind < 8; kind++) {
+        meter m = METER;
+        dt_ctx *ctx = open_ctx(&m);
+        dt_param_desc d = { .dtype = kind == 4 ? DT_BF16 : DT_F32 };
+        ro_layer l = { 0 }, root;
+        double host[2][64 * 32];
+        l.w = dt_param_at(ctx, "w", DT_SHAPE(32, 32), DT_NORMAL(0.5), d);
+        l.v = dt_param_at(ctx, "v", DT_SHAPE(32, 32), DT_NORMAL(0.5), d);
+        l.gain = dt_param_at(ctx, "gain", DT_SHAPE(32), DT_NORMAL(1), d);
+        l.bias = dt_param_at(ctx, "bias", DT_SHAPE(32), DT_NORMAL(1), d);
+        root = l;
+        dt_tensor *x = noise_input(ctx, d.dtype, DT_SHAPE(64, 32), 3, 1);
+        ro_forward(x, &root);
+        dt_tensor *y =
+            dt_block_at(ctx, ro_forward, x, &l, (dt_block_desc){ .recompute = kind == 6 });
+        dt_tensor *of[3] = { l.norm, l.gelu, l.unit }, *at[3] = { root.norm, root.gelu, root.unit };
+        CHECK(at[0]->data && at[1]->data && at[2]->data);
+        for (int i = 0; i < 3; i++)
+            CHECK_MSG(!of[i]->data == (kind == 6 || kind != 4 || i != 1), "kind %d: %s", kind,
+                of[i]->name);
+        if (kind < 3) { /* reads one of them, and compares with the root's */
+            CHECK(dt_read(of[kind], host[0]) == DT_OK && dt_read(at[kind], host[1]) == DT_OK);
+            CHECK(memcmp(host[0], host[1], dt__bytes(of[kind])) == 0);
+            CHECK(dt_backward(weigh(y, NULL)) == DT_OK && !of[kind]->data);
+        }
+        if (kind == 3) CHECK(dt_gelu(l.unit) && dt_backward(weigh(y, NULL)) == DT_OK);
+        if (kind < 5) {
+            close_good(ctx, &m, "recomputed outputs");
+            continue;
+        }
+        if (kind == 5) dt_backward(weigh(y, NULL));
+        if (kind == 7) {
+            dt_tensor *old = dt_linear(x, l.v, NULL);
+            CHECK(dt_dropout(dt_last_use(old), 0.5, 1, NULL) && !old->data);
+            l.norm = dt_reshape(old, DT_SHAPE(32, 64));
+        }
+        CHECK(kind == 7 ? !l.norm : dt_read(l.norm, host[0]) != DT_OK);
+        CHECK_MSG(dt_error(ctx) == DT_ERR_ARG &&
+                      strstr(dt_error_text(ctx), kind == 5   ? "dropped by the backward"
+                                                 : kind == 6 ? "recomputed dt_block and is gone"
+                                                             : "was overwritten"),
+            "kind %d: %s", kind, dt_error_text(ctx));
+        close_ctx(ctx, &m, "a dropped output");
+    }
+}
+
+/* A residual layer of three linear ops. */
+static dt_tensor *ro_residual(dt_tensor *x, void *user) {
+    dt_tensor *w = (dt_tensor *)user, *h = x;
+    for (int i = 0; i < 2; i++) h = dt_linear(h, w, NULL);
+    return dt_linear_at(h, w, NULL, (dt_linear_desc){ .residual = x });
+}
+
+static dt_tensor *ro_stack(dt_tensor *x, void *user) {
+    dt_tensor **w = (dt_tensor **)user;
+    for (; *w; w++) x = ro_residual(x, *w);
+    return x;
+}
+
+/* Peak of the activations of a block with `layers` residual layers. */
+static size_t ro_peak(int layers) {
+    meter m = METER;
+    dt_ctx *ctx = open_ctx(&m);
+    dt_tensor *w[9] = { NULL };
+    for (int i = 0; i < layers; i++) {
+        char name[] = { 'w', (char)('0' + i), 0 };
+        w[i] = dt_param(ctx, name, DT_SHAPE(32, 32), DT_NORMAL(0.1));
+    }
+    for (int step = 0; step < 3; step++) {
+        dt_memory_reset_peak(ctx);
+        dt_backward(weigh(
+            dt_block(ctx, ro_stack, noise_input(ctx, DT_F32, DT_SHAPE(1024, 32), 3, 1), w), NULL));
+        dt_reset(ctx);
+    }
+    size_t peak = dt_memory_used(ctx).peak[DT_MEM_ACTS];
+    close_good(ctx, &m, "gradients");
+    return peak;
+}
+
+/* A block's gradients live for the time of two ops: one more layer adds the bytes of its three
+   outputs, and none for gradients. */
+static void ro_gradients(void) {
+    size_t one = 1024 * 32 * sizeof(float), few = ro_peak(4), more = ro_peak(8);
+    CHECK_MSG(UNDER_ASAN || (more - few == 4 * 3 * one && few < (4 * 3 + 6) * one),
+        "%zu bytes with 4 layers, %zu with 8; an activation has %zu", few, more, one);
+}
+
 static void test_recompute(void) {
+    ro_same_bits();
+    ro_reads();
+    ro_gradients();
     rc_same_bits();
     rc_events();
     rc_no_grad();

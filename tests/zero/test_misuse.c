@@ -470,7 +470,7 @@ static void gather_in(dt_ctx *ctx, const char *op) {
     dt_record(out, (dt_record_desc){ .name = op, .in = { w }, .backward = reading_back });
     n = out->producer;
     w->data = NULL;
-    if (CHECK(n != NULL)) dt__make_inputs_readable(ctx, n);
+    if (CHECK(n != NULL)) dt__make_inputs_readable(ctx, n, DT_BACKWARD);
     dt_unlisten(ctx, &listener);
 }
 

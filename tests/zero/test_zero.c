@@ -2061,6 +2061,51 @@ static void test_folder(void) {
     dt_ctx_free(ctx);
 }
 
+/* Two blocks of a norm and a linear layer, in which each parameter has a bucket of its own. */
+typedef struct gathered_run {
+    int stage;
+    double loss[4];
+} gathered_run;
+
+static dt_tensor *gathered_layer(dt_tensor *x, void *user) {
+    dt_tensor **p = (dt_tensor **)user;
+    return dt_linear_at(
+        dt_rmsnorm(x, p[0], 0), p[1], NULL, (dt_linear_desc){ .activation = DT_ACT_GELU });
+}
+
+static dt_status gathered_main(dt_ctx *ctx, void *user) {
+    gathered_run *r = (gathered_run *)user;
+    dt_tensor *p[4];
+    static const char *const names[] = { "gain0", "w0", "gain1", "w1" };
+    float in[16 * 32];
+    for (int i = 0; i < 4; i++)
+        p[i] = i % 2 ? dt_param(ctx, names[i], DT_SHAPE(32, 32), DT_NORMAL(0.3))
+                     : dt_param(ctx, names[i], DT_SHAPE(32), DT_NORMAL(1));
+    for (int i = 0; i < 16 * 32; i++) in[i] = (float)(i * 7 % 11) / 11;
+    dt_zero *zero = dt_zero_make(ctx, (dt_zero_desc){ .stage = r->stage, .bucket_bytes = 64 });
+    CHECK(dt_bucket_count(ctx) == 4);
+    for (int step = 0; step < 4; step++) {
+        dt_tensor *x = dt_input(ctx, DT_F32, DT_SHAPE(16, 32), in);
+        for (int i = 0; i < 2; i++) x = dt_block(ctx, gathered_layer, x, p + 2 * i);
+        dt_tensor *loss = dt_mse(x, dt_input(ctx, DT_F32, DT_SHAPE(16, 32), in), 16 * 32);
+        dt_backward(loss);
+        if (dt_ctx_rank(ctx) == 0) r->loss[step] = dt_item(loss);
+        dt_zero_step(zero, 0.01);
+        dt_reset(ctx);
+    }
+    return dt_error(ctx);
+}
+
+/* At stage 3 the backward computes the output of a norm again before anything else has gathered the
+   norm's gain. */
+static void test_gathered_norm(void) {
+    gathered_run sharded = { 3, { 0 } }, whole = { 0, { 0 } };
+    CHECK(run(2, gathered_main, &whole).status == DT_OK);
+    CHECK(run(2, gathered_main, &sharded).status == DT_OK);
+    CHECK(
+        memcmp(sharded.loss, whole.loss, sizeof whole.loss) == 0 && whole.loss[3] < whole.loss[0]);
+}
+
 int main(int argc, char **argv) {
     const char *vectors = argc > 1 ? argv[1] : "tests/golden";
     snprintf(folder, sizeof folder, "/tmp/dt_test_zero.XXXXXX");
@@ -2082,6 +2127,7 @@ int main(int argc, char **argv) {
     test_late_failure();
     test_refused_memory();
     test_rare();
+    test_gathered_norm();
     for (int stage = 0; stage < 4; stage += 3)
         CHECK((run(2, grad_check_main, &stage).status == DT_OK) == (stage == 0));
     for (int product = 0; product < 2; product++)
