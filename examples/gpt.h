@@ -1628,44 +1628,85 @@ typedef struct gpt_sampling {
     void *user;
 } gpt_sampling;
 
-static inline int gpt_descending(const void *a, const void *b) {
-    float x = *(const float *)a, y = *(const float *)b;
-    return (x < y) - (x > y);
+/* Returns the largest of n logits that are numbers; -INFINITY if there are none. Eight maxima of
+   every eighth logit, which the compiler keeps in vectors. */
+static inline float gpt_largest(const float *logits, int n) {
+    float of[8], all = -INFINITY;
+    for (int j = 0; j < 8; j++) of[j] = -INFINITY;
+    for (int i = 0; i + 8 <= n; i += 8)
+        for (int j = 0; j < 8; j++) of[j] = logits[i + j] > of[j] ? logits[i + j] : of[j];
+    for (int i = n / 8 * 8; i < n; i++) all = logits[i] > all ? logits[i] : all;
+    for (int j = 0; j < 8; j++) all = of[j] > all ? of[j] : all;
+    return all;
 }
 
-static inline double gpt_weight(float logit, float largest, gpt_sampling s) {
-    return exp(((double)logit - (double)largest) / s.temperature);
+/* In a heap of n logits, a parent (n - 1) / 2 is at least as large as its children 2 n + 1 and
+   2 n + 2. Moves the logit at `at` down to where this holds, if it holds below. */
+static inline void gpt_heap_sink(float *heap, int n, int at) {
+    float x = heap[at];
+    for (int child = 2 * at + 1; child < n; child = 2 * at + 1) {
+        if (child + 1 < n && heap[child + 1] > heap[child]) child++;
+        if (!(heap[child] > x)) break;
+        heap[at] = heap[child];
+        at = child;
+    }
+    heap[at] = x;
 }
 
-/* Returns the smallest of n logits that top_k and top_p leave; -INFINITY if they leave all.
-   `sorted` is a buffer of n elements. */
-static inline float gpt_threshold(const float *logits, int n, gpt_sampling s, float *sorted) {
-    int k = s.top_k > 0 && s.top_k < n ? s.top_k : n, nucleus = s.top_p > 0 && s.top_p < 1, i = 0;
+/* Moves the largest logit of a heap to its end, where the heap then ends. Returns this logit. */
+static inline float gpt_heap_pop(float *heap, int *n) {
+    float x = heap[0];
+    heap[0] = heap[--*n];
+    gpt_heap_sink(heap, *n, 0);
+    return heap[*n] = x;
+}
+
+static inline float gpt_weight(float logit, float largest, gpt_sampling s) {
+    return expf((float)(((double)logit - (double)largest) / s.temperature));
+}
+
+/* Returns the smallest of n logits that top_k and top_p leave; -INFINITY if they leave all. Few
+   tokens of a large vocabulary are left, so it does not sort all logits but takes the largest ones
+   from a heap (`heap` has n elements), as heapsort does. */
+static inline float gpt_threshold(
+    const float *logits, float largest, int n, gpt_sampling s, float *heap) {
+    int k = s.top_k > 0 && s.top_k < n ? s.top_k : n, nucleus = s.top_p > 0 && s.top_p < 1;
+    int rest = n; /* elements of the heap; those after it are in ascending order */
+    float least = largest;
     double sum = 0, mass = 0;
     if (k == n && !nucleus) return -INFINITY;
-    memcpy(sorted, logits, (size_t)n * sizeof *sorted);
-    qsort(sorted, (size_t)n, sizeof *sorted, gpt_descending);
-    while (k < n && sorted[k] == sorted[k - 1]) k++;
-    if (!nucleus) return sorted[k - 1];
-    for (int j = 0; j < k; j++) sum += gpt_weight(sorted[j], sorted[0], s);
-    while (i < k && mass < s.top_p * sum) mass += gpt_weight(sorted[i++], sorted[0], s);
-    return i > 0 ? sorted[i - 1] : sorted[0];
+    memcpy(heap, logits, (size_t)n * sizeof *heap);
+    for (int i = n / 2 - 1; i >= 0; i--) gpt_heap_sink(heap, n, i);
+    while (k < n && rest > 0 && (n - rest < k || heap[0] == least))
+        least = gpt_heap_pop(heap, &rest);
+    if (!nucleus) return least;
+    int first = k < n ? rest : 0; /* of the logits that top_k leaves */
+    for (int i = first; i < n; i++) sum += gpt_weight(heap[i], largest, s);
+    least = largest;
+    for (int i = n - 1; i >= first && mass < s.top_p * sum; i--) {
+        least = i >= rest ? heap[i] : gpt_heap_pop(heap, &rest);
+        mass += gpt_weight(least, largest, s);
+    }
+    return least;
 }
 
-/* Samples an id below n, by inverting the cumulative distribution at u in [0,1). `sorted` is a
-   buffer of n elements. */
+/* Samples an id below n, by inverting the cumulative distribution at u in [0,1). `room` is a buffer
+   of n elements. */
 static inline int32_t gpt_sample(
-    const float *logits, int n, gpt_sampling s, double u, float *sorted) {
+    const float *logits, int n, gpt_sampling s, double u, float *room) {
+    float largest = gpt_largest(logits, n);
     int32_t best = 0;
     double sum = 0;
-    for (int i = 1; i < n; i++)
-        if (logits[i] > logits[best]) best = i;
-    if (s.temperature <= 0) return best;
-    float threshold = gpt_threshold(logits, n, s, sorted);
-    for (int i = 0; i < n; i++)
-        if (logits[i] >= threshold) sum += gpt_weight(logits[i], logits[best], s);
+    while (best + 1 < n && logits[best] != largest) best++;
+    if (s.temperature <= 0) return logits[best] == largest ? best : 0;
+    float threshold = gpt_threshold(logits, largest, n, s, room);
     for (int i = 0; i < n; i++) {
-        if (logits[i] >= threshold) u -= gpt_weight(logits[i], logits[best], s) / sum;
+        room[i] = logits[i] >= threshold ? gpt_weight(logits[i], largest, s) : 0;
+        sum += room[i];
+    }
+    u *= sum;
+    for (int i = 0; i < n; i++) {
+        u -= room[i];
         if (u < 0) return i;
     }
     return best;
@@ -1684,7 +1725,7 @@ typedef struct gpt_next_token {
     gpt_cache *cache;
     const int32_t *ids;
     int n;         /* number of `ids`, the tokens that are not in the cache yet */
-    float *logits; /* (2,V): logits, and a buffer for sorting */
+    float *logits; /* (2,V): logits, and a buffer for sampling */
     gpt_sampling s;
     /* `at` is a random number in [0,1). `token` is the sampled id on the rank of the last stage,
        and 0 on the other ranks of pp. */

@@ -273,6 +273,40 @@ static inline double bench_product_gflop(const bench_product *p) {
     return 2e-9 * (double)p->m * (double)p->n * (double)p->k;
 }
 
+// ==== Triad =====================================================================================
+
+/* The triad a[i] = b[i] + s c[i] of J. McCalpin's STREAM over arrays of n floats. It moves three
+   times 4 bytes per element: the memory rate of one core. */
+typedef struct bench_triad {
+    float *a, *b, *c;
+    size_t n;
+} bench_triad;
+
+static inline void bench_triad_free(bench_triad *t) {
+    free(t->a);
+    free(t->b);
+    free(t->c);
+    t->a = t->b = t->c = NULL;
+}
+
+/* 0 if out of memory. */
+static inline int bench_triad_make(bench_triad *t, size_t n) {
+    *t = (bench_triad){ (float *)bench_operand(DT_F32, n, 1), (float *)bench_operand(DT_F32, n, 2),
+        (float *)bench_operand(DT_F32, n, 3), n };
+    if (t->a && t->b && t->c) return 1;
+    bench_triad_free(t);
+    return 0;
+}
+
+/* Processor time of one pass. */
+static inline double bench_triad_seconds(const bench_triad *t) {
+    float *restrict a = t->a;
+    const float *restrict b = t->b, *restrict c = t->c;
+    double start = bench_thread_seconds();
+    for (size_t i = 0; i < t->n; i++) a[i] = b[i] + 3 * c[i];
+    return bench_thread_seconds() - start;
+}
+
 // ==== Bursts ====================================================================================
 
 enum { BENCH_DT = 0, BENCH_BLAS };

@@ -148,19 +148,6 @@ static const op_case cases[] = { ROW(affine, 2, 2), ROW(relu, 2, 3), ROW(abs, 2,
 
 // ==== Measurements ==============================================================================
 
-typedef struct triad {
-    float *a, *b, *c;
-    size_t n;
-} triad;
-
-static double triad_seconds(const triad *t) {
-    float *restrict a = t->a;
-    const float *restrict b = t->b, *restrict c = t->c;
-    double start = bench_thread_seconds();
-    for (size_t i = 0; i < t->n; i++) a[i] = b[i] + 3 * c[i];
-    return bench_thread_seconds() - start;
-}
-
 static void set_inputs(inputs *in) {
     int32_t *ids = (int32_t *)malloc((size_t)in->rows * sizeof *ids);
     for (int64_t i = 0; ids && i < in->rows; i++) ids[i] = (int32_t)(i * 7919 % COLS);
@@ -196,7 +183,7 @@ static void print_case(const char *name, const char *pass, double bytes, double 
     if (share < *worst) *worst = share, *worst_name = name;
 }
 
-static int run_cases(const settings *s, inputs *in, triad *t) {
+static int run_cases(const settings *s, inputs *in, bench_triad *t) {
     double worst = INFINITY;
     const char *worst_name = "none";
     printf("op,pass,bytes,us,gbs,share\n");
@@ -206,7 +193,7 @@ static int run_cases(const settings *s, inputs *in, triad *t) {
         if (s->only && !strstr(c->name, s->only)) continue;
         for (int n = 0; n < 4 || bench_now() - start < s->seconds; n++) {
             run_case(c, in, &forward, &backward);
-            best = fmin(best, triad_seconds(t));
+            best = fmin(best, bench_triad_seconds(t));
         }
         if (dt_error(in->ctx) != DT_OK) {
             fprintf(stderr, "error: %s: %s\n", c->name, dt_error_text(in->ctx));
@@ -310,12 +297,11 @@ int main(int argc, char **argv) {
             (dt_param_desc){ .frozen = 1 });
     in.gain = dt_param(ctx, "gain", DT_SHAPE(COLS), DT_ONES);
     in.bias = dt_param(ctx, "bias", DT_SHAPE(COLS), DT_ZEROS);
-    triad t = { (float *)bench_operand(DT_F32, n, 1), (float *)bench_operand(DT_F32, n, 2),
-        (float *)bench_operand(DT_F32, n, 3), n };
-    if (!t.a || !t.b || !t.c) return 1;
+    bench_triad t;
+    if (!bench_triad_make(&t, n)) return 1;
     bench_print_machine();
     int failed = run_cases(&s, &in, &t) || (!s.only && run_products(&s, ctx));
-    free(t.a), free(t.b), free(t.c);
+    bench_triad_free(&t);
     dt_ctx_free(ctx);
     return failed;
 }

@@ -41,14 +41,22 @@ bench bench_attention "t,direction,dt_gflops,peer,peer_gflops,ratio" 2 "min_forw
 grep -q '^# peer: PyTorch is not installed for no/such/python' "$dir/out" &&
     awk -F, '$3 <= 0 || $4 != "none" || $6 != "nan" { bad = 1 } END { exit bad || NR == 0 }' "$dir/rows"
 report $? "bench_attention without PyTorch says so and measures dt"
-bench bench_train "$train" 1 \
-    "ratio_pytorch_f32 ratio_llmc_f32 product_rate_dt_gflops product_rate_openblas_gflops product_rate_share_f32 \
-rss_ratio_f32 bf16_over_f32 ratio_pytorch_bf16 loss_difference_f32" --quick
-awk -F, '$4 <= 0 || $9 < 1 || $9 > 1000 { bad = 1 } END { exit bad || NR == 0 }' "$dir/rows"
+figures="ratio_pytorch_f32 ratio_llmc_f32 product_rate_dt_gflops product_rate_openblas_gflops product_rate_share_f32 \
+rss_ratio_f32 bf16_over_f32 ratio_pytorch_bf16 rss_ratio_bf16 loss_difference_f32"
+bench bench_train "$train" 4 "$figures $(printf 'llama_%s ' $figures | xargs)" --quick
+awk -F, '$4 <= 0 || $9 < 1 || $9 > 1000 { bad = 1 } END { exit bad || NR != 4 }' "$dir/rows"
 report $? "bench_train: tokens a second, and a memory of some megabytes"
 timeout $((60 * SLOW)) "$B/bench_train" --quick --profile >"$dir/out" 2>&1
 awk -F, '/^matmul/ { n++; sum += $4 } /^(other|idle),/ { n++ } END { exit !(n == 5 && sum > 0 && sum <= 1) }' "$dir/out"
 report $? "bench_train --profile: three kinds of matrix products, other and idle"
+bench bench_generate "config,dtype,tokens_per_s,share_of_triad,peer,peer_tokens_per_s,ratio" 2 \
+    "triad_gbs share_of_triad_f32 share_of_triad_bf16 ratio_pytorch_f32 ratio_pytorch_bf16 ratio_llama_cpp_f32 \
+ratio_llama_cpp_bf16 check_difference_f32 check_difference_bf16" --quick
+awk -F, '$3 <= 0 || $4 <= 0 || $5 != "none" { bad = 1 } END { exit bad || NR != 2 }' "$dir/rows"
+report $? "bench_generate: tokens a second, and the share of the memory rate"
+timeout $((60 * SLOW)) "$B/bench_generate" --quick --profile >"$dir/out" 2>&1
+awk -F, '/^(matmul|attention|other),/ { n++; sum += $4 } END { exit !(n == 3 && sum > 0 && sum <= 1) }' "$dir/out"
+report $? "bench_generate --profile: matrix products, attention and other"
 comm="op,backend,ranks,bytes,us,busbw_gbs,peer,peer_us,ratio,buffers,bound_us,bound_share"
 figures=$(for suffix in "" _malloc _threads; do
     for op in all_reduce all_gather reduce_scatter all_to_all send_recv; do
@@ -81,7 +89,7 @@ for backend in threads procs; do
     awk -F, '/^summary,loss_difference/ && $3 < 1e-5 { good = 1 } END { exit !good }' "$dir/csv"
     report $? "bench_layouts over $backend: every layout has the loss of one rank"
 done
-for p in bench_gemm bench_attention bench_train bench_comm bench_layouts; do
+for p in bench_gemm bench_attention bench_train bench_generate bench_comm bench_layouts; do
     "$B/$p" --quik >"$dir/out" 2>&1
     [ $? = 2 ] && grep -q '^error: --quik' "$dir/out"
     report $? "$p refuses an option it does not know"
