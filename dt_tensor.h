@@ -12739,24 +12739,41 @@ enum {
     DT__MAX_KC = 512, /* most steps of K in a block; a panel of A of 14 x 512 floats has 28 KB */
     DT__B_BLOCK_BYTES = 1152 << 10, /* size of a packed block of B in bytes */
     DT__A_PANELS = 8,               /* number of panels of A that are packed together */
-    DT__C_PANELS = 20 /* most panels of rows in a block of C if K has several blocks */
+    DT__C_PANELS = 20, /* most panels of rows in a block of C if K has several blocks */
+    /* Most steps of K and columns in a block of a thin product, whose rows are one panel of A. If
+       B is transposed, a panel of B stays in L1 until it is multiplied. Otherwise a block reads a
+       few rows of B along their whole length, as the memory prefers. */
+    DT__THIN_KC_TRANSPOSED = 64,
+    DT__THIN_KC = 32,
+    DT__THIN_NC = 1024
 };
 
 #ifndef DT_NO_KERNELS
 typedef struct dt__gemm_blocks {
-    int64_t kc, nc;  /* steps of K and columns of B in a packed block */
+    int64_t kc, nc;  /* steps of K and columns of B in a block */
+    int64_t b_block; /* elements of B that are packed together */
     int64_t c_tiles; /* elements of the unfinished tiles of C */
 } dt__gemm_blocks;
 
-static dt__gemm_blocks dt__gemm_blocks_make(int64_t n, int64_t steps, size_t size) {
-    int64_t k_blocks = (steps + DT__MAX_KC - 1) / DT__MAX_KC, n_blocks;
-    dt__gemm_blocks p = { 1, 32, 14 * 32 };
-    if (k_blocks > 0) p.kc = (steps + k_blocks - 1) / k_blocks;
-    p.nc = DT__B_BLOCK_BYTES / (int64_t)size / p.kc / 32 * 32;
-    n_blocks = (n + p.nc - 1) / p.nc;
-    /* round up to a multiple of 32, the width of the widest tile */
-    if (n_blocks > 0) p.nc = ((n + n_blocks - 1) / n_blocks + 31) / 32 * 32;
-    if (k_blocks > 1) p.c_tiles = DT__C_PANELS * 14 * p.nc;
+/* thin_kc is 0, or the most steps of K in a block of a thin product. A tile of C has at most `rows`
+   rows. */
+static dt__gemm_blocks dt__gemm_blocks_make(
+    int64_t rows, int64_t n, int64_t steps, size_t size, int64_t thin_kc) {
+    int64_t max_kc = thin_kc ? thin_kc : (int64_t)DT__MAX_KC, k_blocks = 1, n_blocks = 1;
+    dt__gemm_blocks p = { steps > 1 ? steps : 1, (n + 31) / 32 * 32, 0, 14 * 32 };
+    if (steps > max_kc) {
+        k_blocks = (steps + max_kc - 1) / max_kc;
+        p.kc = (steps + k_blocks - 1) / k_blocks;
+    }
+    int64_t max_nc =
+        thin_kc ? (int64_t)DT__THIN_NC : DT__B_BLOCK_BYTES / (int64_t)size / p.kc / 32 * 32;
+    if (n > max_nc) {
+        n_blocks = (n + max_nc - 1) / max_nc;
+        /* round up to a multiple of 32, the width of the widest tile */
+        p.nc = ((n + n_blocks - 1) / n_blocks + 31) / 32 * 32;
+    }
+    p.b_block = p.kc * (thin_kc ? 32 : p.nc);
+    if (k_blocks > 1) p.c_tiles = (thin_kc ? 1 : DT__C_PANELS) * rows * p.nc;
     return p;
 }
 #endif
@@ -12769,11 +12786,13 @@ static dt__gemm_blocks dt__gemm_blocks_make(int64_t n, int64_t steps, size_t siz
    writes up to two elements past a panel. The size grows with n and k, so scratch memory for the
    largest of several matrix products is enough for each of them. */
 size_t dt_matmul_work(int64_t n, int64_t k, dt_dtype dtype) {
-    size_t size = dt__real_size(dtype), nc, kc, block = DT__B_BLOCK_BYTES / size, elements;
+    size_t size = dt__real_size(dtype), nc, kc, elements,
+           block = size == 8 ? DT__B_BLOCK_BYTES / 8 : DT__B_BLOCK_BYTES / 4;
     if (n < 0 || k < 0) return 0;
     nc = ((size_t)n + 31) / 32 * 32 + 32;
     kc = k < 1 ? 1 : k < DT__MAX_KC ? (size_t)k : (size_t)DT__MAX_KC;
-    elements = (nc < block / kc ? nc * kc : block) + kc * DT__A_PANELS * 14 + 14 * 32 + 2;
+    elements =
+        (nc < block && nc * kc < block ? nc * kc : block) + kc * DT__A_PANELS * 14 + 14 * 32 + 2;
     if (k > DT__MAX_KC) /* blocks of K then have at least DT__MAX_KC / 2 steps, so nc is limited */
         elements += DT__C_PANELS * 14 * (nc < 2 * block / DT__MAX_KC ? nc : 2 * block / DT__MAX_KC);
     return (elements * size + 127) / 64 * 64 * (size_t)dt__omp_threads();
@@ -12950,6 +12969,13 @@ DT__CPP_WARNINGS_ON
    DT__K(name) appends the type and the instruction set to a name. DT__FN begins every function. The
    loops are plain C that the compiler vectorizes. Intrinsics are used only in the
    micro-kernel of the matrix product, transpositions, square roots and non-temporal stores. */
+/* Unrolls the loop that follows, of at most 32 iterations, whose index selects registers. Compilers
+   other than gcc do so by themselves. */
+#if defined(__GNUC__) && !defined(__clang__)
+#define DT__UNROLL _Pragma("GCC unroll 32")
+#else
+#define DT__UNROLL
+#endif
 #define DT__JOIN2(name, suffix) dt__##name##suffix
 #define DT__JOIN(name, suffix) DT__JOIN2(name, suffix)
 #define DT__K(name) DT__JOIN(name, DT__SUFFIX)
@@ -13239,30 +13265,47 @@ DT__FN void DT__K(store)(
     _mm512_castpd_ps(_mm512_maskz_unpackhi_pd(0xff, _mm512_castps_pd(x), _mm512_castps_pd(y)))
 #define DT__EVEN(x, y) _mm512_maskz_shuffle_f32x4(0xffff, x, y, 0x88)
 #define DT__ODD(x, y) _mm512_maskz_shuffle_f32x4(0xffff, x, y, 0xdd)
-/* Transposes 16 x 16 words in three steps: interleaves the words of pairs of rows, then groups of
-   words within each quarter of a vector, then whole quarters. */
+#define DT__ROW_PIECES(x, y) \
+    _mm512_castpd_ps(_mm512_mask_broadcast_f64x4( \
+        _mm512_castpd256_pd512(_mm256_loadu_pd((const double *)(const void *)(x))), 0xf0, \
+        _mm256_loadu_pd((const double *)(const void *)(y))))
+/* Transposes 16 x 16 words, 8 words of each row at a time. The loads place pieces of two rows in one
+   vector. Then three steps interleave the words of pairs of vectors, the pairs of words, and whole
+   quarters of vectors. */
+DT__FN inline __attribute__((always_inline)) void DT__K(transpose_words)(
+    __m512 *to, const DT__REAL *const *row, int64_t p) {
+    __m512 r[8], t[8];
+    DT__UNROLL
+    for (int h = 0; h < 16; h += 8, p += 8) {
+        DT__UNROLL
+        for (int i = 0; i < 8; i++) {
+            int at = i + i / 4 * 4; /* rows 0 to 3 with 4 to 7, rows 8 to 11 with 12 to 15 */
+            r[i] = DT__ROW_PIECES(row[at] + p, row[at + 4] + p);
+        }
+        DT__UNROLL
+        for (int i = 0; i < 8; i += 2) {
+            t[i] = DT__LOW(r[i], r[i + 1]);
+            t[i + 1] = DT__HIGH(r[i], r[i + 1]);
+        }
+        DT__UNROLL
+        for (int i = 0; i < 8; i += 4) {
+            r[i] = DT__LOW2(t[i], t[i + 2]);
+            r[i + 1] = DT__HIGH2(t[i], t[i + 2]);
+            r[i + 2] = DT__LOW2(t[i + 1], t[i + 3]);
+            r[i + 3] = DT__HIGH2(t[i + 1], t[i + 3]);
+        }
+        DT__UNROLL
+        for (int c = 0; c < 4; c++) {
+            to[h + c] = DT__EVEN(r[c], r[4 + c]);
+            to[h + 4 + c] = DT__ODD(r[c], r[4 + c]);
+        }
+    }
+}
+
 DT__FN void DT__K(transpose_block)(
     DT__REAL *panel, int64_t width, const DT__REAL *const *row, int64_t p) {
-    __m512 r[16], t[16];
-    for (int i = 0; i < 16; i += 2) {
-        __m512 x = _mm512_loadu_ps(row[i] + p), y = _mm512_loadu_ps(row[i + 1] + p);
-        t[i] = DT__LOW(x, y);
-        t[i + 1] = DT__HIGH(x, y);
-    }
-    for (int i = 0; i < 16; i += 4) {
-        r[i] = DT__LOW2(t[i], t[i + 2]);
-        r[i + 1] = DT__HIGH2(t[i], t[i + 2]);
-        r[i + 2] = DT__LOW2(t[i + 1], t[i + 3]);
-        r[i + 3] = DT__HIGH2(t[i + 1], t[i + 3]);
-    }
-    for (int c = 0; c < 4; c++) {
-        __m512 x = DT__EVEN(r[c], r[4 + c]), y = DT__ODD(r[c], r[4 + c]);
-        __m512 z = DT__EVEN(r[8 + c], r[12 + c]), w = DT__ODD(r[8 + c], r[12 + c]);
-        t[c] = DT__EVEN(x, z);
-        t[4 + c] = DT__EVEN(y, w);
-        t[8 + c] = DT__ODD(x, z);
-        t[12 + c] = DT__ODD(y, w);
-    }
+    __m512 t[16];
+    DT__K(transpose_words)(t, row, p);
     for (int i = 0; i < 16; i++) _mm512_storeu_ps(panel + (p + i) * width, t[i]);
 }
 #undef DT__LOW
@@ -13271,6 +13314,7 @@ DT__FN void DT__K(transpose_block)(
 #undef DT__HIGH2
 #undef DT__EVEN
 #undef DT__ODD
+#undef DT__ROW_PIECES
 #else
 #define DT__TRANSPOSE 4
 DT__FN void DT__K(transpose_block)(
@@ -13599,41 +13643,183 @@ DT__FN void DT__K(matmul_naive)(const dt_matmul_args *a, int64_t batch) {
     }
 }
 
-/* Micro-kernel. Computes tile(R,NR) += panel_a(k,R)^T panel_b(k,NR): each of the k steps adds an
-   outer product. R is DT__MR. Rows of panel_a (parameter `a`) are `step` elements apart, rows of
-   the tile are `ld` elements apart. The 2 x R vectors of sums stay in registers; the sums start at
-   zero if `fresh` is set, else at the tile's values. Every element is one chain of multiply-adds,
-   in the order of the steps. Unless prefetch_stride is 0, the micro-kernel also prefetches the data
-   that will be packed next: one cache line every 8 steps, starting at `prefetch`, and
-   prefetch_stride bytes apart. */
+/* Micro-kernel. Computes tile(R,NR) += A(R,k) B(k,NR): each of the k steps adds an outer product.
+   Element i of step p of A is a[i * row + p * step], and rows of B are ldb elements apart, so that
+   panels and operands in their place are read alike. Rows of the tile are `ld` elements apart. The
+   2 x R vectors of sums stay in registers; the sums start at zero if `fresh` is set, else at the
+   tile's values. The tile's second vector has `lanes` columns. Every element is one chain of
+   multiply-adds, in the order of the steps. */
+typedef void (*DT__K(micro_kernel))(int64_t k, const DT__REAL *a, int64_t row, int64_t step,
+    const DT__REAL *b, int64_t ldb, DT__REAL *tile, int64_t ld, int fresh, int lanes);
+typedef void (*DT__K(panel_kernel))(int64_t k, const DT__REAL *a, const DT__REAL *b, DT__REAL *tile,
+    int64_t ld, int fresh, const char *prefetch, int64_t prefetch_stride);
+typedef void (*DT__K(columns_kernel))(int64_t blocks, const DT__REAL *a, int64_t step,
+    const char *b, int64_t ldb, DT__REAL *tile, int fresh, int ahead);
+typedef void (*DT__K(row_kernel))(int64_t terms, const DT__REAL *a, int64_t step, const void *from,
+    int64_t ldb, DT__REAL *tile, int fresh);
+#define DT__ROWS_1(X) X(0)
+#define DT__ROWS_2(X) DT__ROWS_1(X) X(1)
+#define DT__ROWS_4(X) DT__ROWS_2(X) X(2) X(3)
+#define DT__ROWS_8(X) DT__ROWS_4(X) X(4) X(5) X(6) X(7)
+#if DT__ISA == 2
+#define DT__LANES_MASK __mmask16 mask = (__mmask16)((1u << lanes) - 1)
+#if DT__BITS == 32
+#define DT__LOAD_LANES(p) _mm512_maskz_loadu_ps(mask, p)
+#define DT__STORE_LANES(p, v) _mm512_mask_storeu_ps(p, mask, v)
+#else
+#define DT__LOAD_LANES(p) _mm512_maskz_loadu_pd((__mmask8)mask, p)
+#define DT__STORE_LANES(p, v) _mm512_mask_storeu_pd(p, (__mmask8)mask, v)
+#endif
+#else
+#define DT__LANES_MASK (void)lanes
+#define DT__LOAD_LANES(p) DT__LOAD(p)
+#define DT__STORE_LANES(p, v) DT__STORE(p, v)
+#endif
 #define DT__MICRO_ZERO(i) DT__V c##i##_0 = DT__ZERO, c##i##_1 = DT__ZERO;
 #define DT__MICRO_LOAD(i) \
     c##i##_0 = DT__LOAD(tile + i * ld); \
-    c##i##_1 = DT__LOAD(tile + i * ld + DT__NV);
+    c##i##_1 = DT__LOAD_LANES(tile + i * ld + DT__NV);
 #define DT__MICRO_STEP(i) \
-    c##i##_0 = DT__FMADD(a[i], b0, c##i##_0); \
-    c##i##_1 = DT__FMADD(a[i], b1, c##i##_1);
+    c##i##_0 = DT__FMADD(a[i * row], b0, c##i##_0); \
+    c##i##_1 = DT__FMADD(a[i * row], b1, c##i##_1);
 #define DT__MICRO_STORE(i) \
     DT__STORE(tile + i * ld, c##i##_0); \
     DT__STORE(tile + i * ld + DT__NV, c##i##_1);
+#define DT__MICRO_LAST(i) \
+    DT__STORE(tile + i * ld, c##i##_0); \
+    DT__STORE_LANES(tile + i * ld + DT__NV, c##i##_1);
 #define DT__MICRO_KERNEL(name, ROWS, STEP) \
-    DT__FN void DT__K(name)(int64_t k, const DT__REAL *a, int64_t step, const DT__REAL *b, \
-        DT__REAL *tile, int64_t ld, int fresh, const char *prefetch, int64_t prefetch_stride) { \
+    DT__FN void DT__K(name)(int64_t k, const DT__REAL *a, int64_t row, int64_t step, \
+        const DT__REAL *b, int64_t ldb, DT__REAL *tile, int64_t ld, int fresh, int lanes) { \
+        DT__LANES_MASK; \
+        (void)row; \
         ROWS(DT__MICRO_ZERO) \
         if (!fresh) { \
             ROWS(DT__MICRO_LOAD) \
         } \
-        for (int64_t p = 0; p < k; p++, a += step, b += DT__NR) { \
+        for (int64_t p = 0; p < k; p++, a += step, b += ldb) { \
+            DT__V b0 = DT__LOAD(b), b1 = DT__LOAD_LANES(b + DT__NV); \
+            ROWS(STEP) \
+        } \
+        ROWS(DT__MICRO_LAST) \
+    }
+
+/* The micro-kernel for a tile of one vector of columns at the right edge of C. */
+#if DT__ISA == 2
+#define DT__EDGE_ZERO(i) DT__V c##i = fresh ? DT__ZERO : DT__LOAD_LANES(tile + i * ld);
+#define DT__EDGE_STEP(i) c##i = DT__FMADD(a[i * row], b0, c##i);
+#define DT__EDGE_STORE(i) DT__STORE_LANES(tile + i * ld, c##i);
+#define DT__EDGE_KERNEL(name, ROWS, STEP) \
+    DT__FN void DT__K(name)(int64_t k, const DT__REAL *a, int64_t row, int64_t step, \
+        const DT__REAL *b, int64_t ldb, DT__REAL *tile, int64_t ld, int fresh, int lanes) { \
+        DT__LANES_MASK; \
+        (void)row; \
+        ROWS(DT__EDGE_ZERO) \
+        for (int64_t p = 0; p < k; p++, a += step, b += ldb) { \
+            DT__V b0 = DT__LOAD_LANES(b); \
+            ROWS(STEP) \
+        } \
+        ROWS(DT__EDGE_STORE) \
+    }
+#define DT__EDGE_KERNELS(name, STEP) \
+    DT__EDGE_KERNEL(name##_full, DT__MATMUL_ROWS, STEP) \
+    DT__EDGE_KERNEL(name##_8, DT__ROWS_8, STEP) \
+    DT__EDGE_KERNEL(name##_4, DT__ROWS_4, STEP) \
+    DT__EDGE_KERNEL(name##_2, DT__ROWS_2, STEP) \
+    DT__EDGE_KERNEL(name##_1, DT__ROWS_1, STEP) \
+    static const DT__K(micro_kernel) DT__K(name##s)[] = { DT__K(name##_full), DT__K(name##_8), \
+        DT__K(name##_4), DT__K(name##_2), DT__K(name##_1) };
+DT__EDGE_KERNELS(matmul_edge_kernel, DT__EDGE_STEP)
+#endif
+
+/* The micro-kernel of one row of A and 8 vectors of columns, for products of one row: it reads long
+   pieces of the rows of B, as the memory prefers. */
+#define DT__EIGHT(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
+#define DT__WIDE_ZERO(i) DT__V c##i = fresh ? DT__ZERO : DT__LOAD(tile + i * DT__NV);
+#define DT__WIDE_STEP(i) c##i = DT__FMADD(*a, DT__LOAD(b + i * DT__NV), c##i);
+#define DT__WIDE_STORE(i) DT__STORE(tile + i * DT__NV, c##i);
+DT__FN void DT__K(row_micro_kernel)(int64_t terms, const DT__REAL *a, int64_t step,
+    const void *from, int64_t ldb, DT__REAL *tile, int fresh) {
+    const DT__REAL *b = (const DT__REAL *)from;
+    DT__EIGHT(DT__WIDE_ZERO)
+    for (int64_t p = 0; p < terms; p++, a += step, b += ldb) {
+        DT__EIGHT(DT__WIDE_STEP)
+    }
+    DT__EIGHT(DT__WIDE_STORE)
+}
+
+/* The micro-kernel of one row of A and a B that is stored transposed: transposes 16 x 16 words of B
+   in registers. Computes one tile with `blocks` blocks of 16 steps; ldb counts bytes. Every lane
+   adds the products of its column in the order of the steps, as all micro-kernels do. */
+#if DT__BITS == 32 && DT__ISA == 2
+#define DT__COLUMNS_KERNEL(name, FMADD) \
+    DT__FN void DT__K(name)(int64_t blocks, const DT__REAL *a, int64_t step, const char *b, \
+        int64_t ldb, DT__REAL *tile, int fresh, int ahead) { \
+        const DT__REAL *row[32]; \
+        __m512 t[16], c0 = DT__ZERO, c1 = DT__ZERO; \
+        if (!fresh) c0 = DT__LOAD(tile), c1 = DT__LOAD(tile + DT__NV); \
+        DT__UNROLL for (int i = 0; i < 32; i++) row[i] = \
+            (const DT__REAL *)(const void *)(b + i * ldb); \
+        for (int64_t p = 0; p < 16 * blocks; p += 16, a += 16 * step) { \
+            if (ahead) \
+                DT__UNROLL for (int i = 0; i < 32; i++) __builtin_prefetch(row[i] + p + 32); \
+            DT__K(transpose_words)(t, row, p); \
+            DT__UNROLL for (int i = 0; i < 16; i++) c0 = FMADD(a[i * step], t[i], c0); \
+            DT__K(transpose_words)(t, row + 16, p); \
+            DT__UNROLL for (int i = 0; i < 16; i++) c1 = FMADD(a[i * step], t[i], c1); \
+        } \
+        DT__STORE(tile, c0); \
+        DT__STORE(tile + DT__NV, c1); \
+    }
+DT__COLUMNS_KERNEL(columns_micro_kernel, DT__FMADD)
+#endif
+
+/* The micro-kernel of a whole tile and packed panels, which most of a large product takes. Constant
+   distances between the elements of a step need no registers. Unless prefetch_stride is 0, the
+   micro-kernel also prefetches the data that will be packed next: one cache line every 8 steps,
+   starting at `prefetch`, and prefetch_stride bytes apart. */
+#define DT__PANEL_KERNEL(name, STEP) \
+    DT__FN void DT__K(name)(int64_t k, const DT__REAL *a, const DT__REAL *b, DT__REAL *tile, \
+        int64_t ld, int fresh, const char *prefetch, int64_t prefetch_stride) { \
+        const int64_t row = 1; \
+        DT__MATMUL_ROWS(DT__MICRO_ZERO) \
+        if (!fresh) { \
+            DT__MATMUL_ROWS(DT__PANEL_LOAD) \
+        } \
+        for (int64_t p = 0; p < k; p++, a += DT__MR, b += DT__NR) { \
             if (prefetch_stride && p % 8 == 0) { \
                 __builtin_prefetch(prefetch, 0, 2); \
                 prefetch += prefetch_stride; \
             } \
             DT__V b0 = DT__LOAD(b), b1 = DT__LOAD(b + DT__NV); \
-            ROWS(STEP) \
+            DT__MATMUL_ROWS(STEP) \
         } \
-        ROWS(DT__MICRO_STORE) \
+        DT__MATMUL_ROWS(DT__MICRO_STORE) \
     }
-DT__MICRO_KERNEL(matmul_micro_kernel, DT__MATMUL_ROWS, DT__MICRO_STEP)
+#define DT__PANEL_LOAD(i) \
+    c##i##_0 = DT__LOAD(tile + i * ld); \
+    c##i##_1 = DT__LOAD(tile + i * ld + DT__NV);
+DT__PANEL_KERNEL(panel_micro_kernel, DT__MICRO_STEP)
+
+/* The micro-kernels of several heights. The last rows of C take the tallest ones that fit, so no
+   kernel reads or computes rows that A does not have. */
+static const int64_t DT__K(micro_heights)[] = { DT__MR, 8, 4, 2, 1 };
+#if DT__MR > 8
+#define DT__MICRO_KERNEL_8(name, STEP) DT__MICRO_KERNEL(name##_8, DT__ROWS_8, STEP)
+#define DT__MICRO_8(name) DT__K(name##_8)
+#else /* a height that no tile reaches */
+#define DT__MICRO_KERNEL_8(name, STEP)
+#define DT__MICRO_8(name) NULL
+#endif
+#define DT__MICRO_KERNELS(name, STEP) \
+    DT__MICRO_KERNEL(name##_full, DT__MATMUL_ROWS, STEP) \
+    DT__MICRO_KERNEL_8(name, STEP) \
+    DT__MICRO_KERNEL(name##_4, DT__ROWS_4, STEP) \
+    DT__MICRO_KERNEL(name##_2, DT__ROWS_2, STEP) \
+    DT__MICRO_KERNEL(name##_1, DT__ROWS_1, STEP) \
+    static const DT__K(micro_kernel) DT__K(name##s)[] = { DT__K(name##_full), DT__MICRO_8(name), \
+        DT__K(name##_4), DT__K(name##_2), DT__K(name##_1) };
+DT__MICRO_KERNELS(matmul_micro_kernel, DT__MICRO_STEP)
 
 /* The micro-kernel of attention. Computes the sums from zero like the one above, but element i of
    step p is a[i * row + p * step], so that `a` needs no packing, and rows of `b` are ldb elements
@@ -13670,27 +13856,88 @@ DT__ATTENTION_KERNEL(attention_row_kernel, DT__ONE_ROW, DT__STRIDED_STEP)
 /* The micro-kernel for bf16, which uses the processor's dot product of pairs (vdpbf16ps). A 32-bit
    word holds the elements of k indices 2p and 2p + 1. A panel of words is read like a panel of
    floats. Each step adds both products of a pair to the sum. */
-#if DT__ISA == 2
+#if DT__BITS == 32 && DT__ISA == 2
+#define DT__PAIR_FMADD(x, v, sum) _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_ps(x), (__m512bh)(v))
 #define DT__PAIR_STEP(i) \
-    c##i##_0 = _mm512_dpbf16_ps(c##i##_0, (__m512bh)_mm512_set1_ps(a[i]), (__m512bh)b0); \
-    c##i##_1 = _mm512_dpbf16_ps(c##i##_1, (__m512bh)_mm512_set1_ps(a[i]), (__m512bh)b1);
+    c##i##_0 = DT__PAIR_FMADD(a[i * row], b0, c##i##_0); \
+    c##i##_1 = DT__PAIR_FMADD(a[i * row], b1, c##i##_1);
 #pragma push_macro("DT__FN")
 #undef DT__FN
 #define DT__FN static __attribute__((target("avx512f,avx512bf16")))
 #define DT__STRIDED_PAIR_STEP(i) \
     c##i##_0 = _mm512_dpbf16_ps(c##i##_0, (__m512bh)_mm512_set1_ps(a[i * row]), (__m512bh)b0); \
     c##i##_1 = _mm512_dpbf16_ps(c##i##_1, (__m512bh)_mm512_set1_ps(a[i * row]), (__m512bh)b1);
-DT__MICRO_KERNEL(matmul_pair_micro_kernel, DT__MATMUL_ROWS, DT__PAIR_STEP)
 DT__ATTENTION_KERNEL(attention_pair_micro_kernel, DT__ATTENTION_ROWS, DT__STRIDED_PAIR_STEP)
 DT__ATTENTION_KERNEL(attention_pair_row_kernel, DT__ONE_ROW, DT__STRIDED_PAIR_STEP)
+DT__PANEL_KERNEL(panel_pair_micro_kernel, DT__PAIR_STEP)
+DT__MICRO_KERNELS(matmul_pair_micro_kernel, DT__PAIR_STEP)
+DT__COLUMNS_KERNEL(columns_pair_micro_kernel, DT__PAIR_FMADD)
+#define DT__EDGE_PAIR_STEP(i) c##i = DT__PAIR_FMADD(a[i * row], b0, c##i);
+DT__EDGE_KERNELS(matmul_pair_edge_kernel, DT__EDGE_PAIR_STEP)
+#undef DT__EDGE_PAIR_STEP
+
+/* row_micro_kernel for pairs: zips 32 elements of two rows of B to two vectors of words. */
+#define DT__ZIP_STEP(i, j, at) \
+    { \
+        __m512i one = _mm512_loadu_si512(b + at), \
+                two = _mm512_maskz_loadu_epi16(second, next + at); \
+        __m512i low = _mm512_permutex2var_epi16(one, first_half, two), \
+                high = _mm512_permutex2var_epi16(one, second_half, two); \
+        c##i = DT__PAIR_FMADD(*a, low, c##i); \
+        c##j = DT__PAIR_FMADD(*a, high, c##j); \
+    }
+#undef DT__FN
+#define DT__FN static __attribute__((target("avx512f,avx512bw,avx512bf16")))
+DT__FN void DT__K(row_pair_micro_kernel)(int64_t terms, const DT__REAL *a, int64_t step,
+    const void *from, int64_t ldb, DT__REAL *tile, int fresh) {
+    const uint16_t *b = (const uint16_t *)from;
+    uint16_t order[64];
+    for (int i = 0; i < 64; i++) order[i] = (uint16_t)(i / 2 + i % 2 * 32);
+    __m512i first_half = _mm512_loadu_si512(order), second_half = _mm512_loadu_si512(order + 32);
+    DT__EIGHT(DT__WIDE_ZERO)
+    for (int64_t p = 0; p < terms; p += 2, a += step, b += 2 * ldb) {
+        __mmask32 second = p + 1 < terms ? 0xffffffff : 0;
+        const uint16_t *next = second ? b + ldb : b;
+        DT__ZIP_STEP(0, 1, 0)
+        DT__ZIP_STEP(2, 3, 32)
+        DT__ZIP_STEP(4, 5, 64)
+        DT__ZIP_STEP(6, 7, 96)
+    }
+    DT__EIGHT(DT__WIDE_STORE)
+}
+#undef DT__ZIP_STEP
 #pragma pop_macro("DT__FN")
+#undef DT__PAIR_FMADD
 #undef DT__PAIR_STEP
 #undef DT__STRIDED_PAIR_STEP
+#undef DT__COLUMNS_KERNEL
 #endif
 #undef DT__ATTENTION_KERNEL
 #undef DT__MICRO_ADD
 #undef DT__ONE_ROW
 #undef DT__MICRO_KERNEL
+#undef DT__MICRO_KERNELS
+#undef DT__MICRO_KERNEL_8
+#undef DT__MICRO_8
+#undef DT__EIGHT
+#undef DT__WIDE_ZERO
+#undef DT__WIDE_STEP
+#undef DT__WIDE_STORE
+#undef DT__LANES_MASK
+#undef DT__MICRO_LAST
+#undef DT__PANEL_KERNEL
+#undef DT__PANEL_LOAD
+#undef DT__LOAD_LANES
+#undef DT__STORE_LANES
+#undef DT__EDGE_ZERO
+#undef DT__EDGE_STEP
+#undef DT__EDGE_STORE
+#undef DT__EDGE_KERNEL
+#undef DT__EDGE_KERNELS
+#undef DT__ROWS_1
+#undef DT__ROWS_2
+#undef DT__ROWS_4
+#undef DT__ROWS_8
 #undef DT__MICRO_ZERO
 #undef DT__MICRO_LOAD
 #undef DT__MICRO_STEP
@@ -13708,10 +13955,59 @@ typedef struct DT__K(gemm_plan) {
     DT__REAL *c_tiles;
     int single_k_block; /* 1 if all of K is one block */
     int c_in_place;     /* 1 if C itself holds unfinished sums, because it has the compute type */
-    int pairs;          /* 1 if a step is a pair of bf16 elements */
-    void (*micro_kernel)(int64_t k, const DT__REAL *a, int64_t step, const DT__REAL *b,
-        DT__REAL *to, int64_t ld, int fresh, const char *prefetch, int64_t prefetch_stride);
+    int a_in_place;     /* 1 if the micro-kernel reads A itself, not packed panels of it */
+    int b_in_place;     /* the same for B, except for columns that are less than a panel */
+    int thin;  /* 1 if A is one panel: B is used once, and each of its panels packed late */
+    int row;   /* 1 if A is one row (GEMV), for which there are wider micro-kernels */
+    int pairs; /* 1 if a step is a pair of bf16 elements */
+    const DT__K(micro_kernel) * kernels; /* by height, as in micro_heights */
+    const DT__K(micro_kernel) * edges;   /* the same; NULL: edges are whole tiles of panels */
+    DT__K(panel_kernel) panel_kernel;
+    DT__K(row_kernel) row_kernel;         /* or NULL */
+    DT__K(columns_kernel) columns_kernel; /* or NULL */
 } DT__K(gemm_plan);
+
+/* Chooses which operands are multiplied where they lie. Packing an operand pays if it is read
+   several times from beyond L1, and it is needed if its elements must be converted or transposed. */
+DT__FN void DT__K(plan_packing)(DT__K(gemm_plan) * w) {
+    enum {
+        IN_PLACE = 8192 / (sizeof(DT__REAL) / 4)
+    }; /* elements; an operand of this size fits L1 */
+    const dt_matmul_args *a = w->args;
+    int convert = dt__narrow(a->dtype);
+    w->thin = a->m <= DT__MR;
+    w->row = a->m == 1;
+    w->a_in_place = !convert && (w->thin || a->m * a->k <= IN_PLACE);
+    if (w->row && !a->trans_b && !a->b_quant && !convert) w->row_kernel = DT__K(row_micro_kernel);
+#if DT__BITS == 32 && DT__ISA == 2
+    if (w->row && !a->trans_b && w->pairs) w->row_kernel = DT__K(row_pair_micro_kernel);
+#endif
+    w->b_in_place = !convert && !a->trans_b && !a->b_quant && (w->thin || a->n * a->k <= IN_PLACE);
+}
+
+#if DT__BITS == 32 && DT__ISA == 2
+/* pack_rows for pairs: zips two source rows to one row of words, 16 words at a time. The masks keep
+   within `have` columns of the source and `width` columns of the panel. */
+#pragma push_macro("DT__FN")
+#undef DT__FN
+#define DT__FN static __attribute__((target("avx512f,avx512bw,avx512vl")))
+DT__FN void DT__K(pack_pairs)(
+    DT__REAL *panel, int64_t width, const uint16_t *from, int64_t ld, int64_t have, int64_t terms) {
+    for (int64_t p = 0; p < terms; p += 2, panel += width, from += 2 * ld)
+        for (int64_t i = 0; i < width; i += 16) {
+            int64_t left = have - i < 16 ? have - i : 16, to = width - i < 16 ? width - i : 16;
+            __mmask16 in = (__mmask16)(left > 0 ? (1 << left) - 1 : 0),
+                      second = p + 1 < terms ? in : (__mmask16)0;
+            const uint16_t *one = from + (in ? i : 0), *two = second ? one + ld : one;
+            __m512i low = _mm512_maskz_cvtepu16_epi32(0xffff, _mm256_maskz_loadu_epi16(in, one));
+            __m512i high =
+                _mm512_maskz_cvtepu16_epi32(0xffff, _mm256_maskz_loadu_epi16(second, two));
+            _mm512_mask_storeu_epi32(panel + i, (__mmask16)((1 << to) - 1),
+                _mm512_or_si512(low, _mm512_maskz_slli_epi32(0xffff, high, 16)));
+        }
+}
+#pragma pop_macro("DT__FN")
+#endif
 
 /* Packs one panel (steps,width) from a source of the same orientation: row p of the source, which
    begins at element `at` + p * ld, becomes row p of the panel. If `pairs` is set, rows 2p and
@@ -13725,15 +14021,7 @@ DT__FN void DT__K(pack_rows)(dt_dtype dtype, int quant, int pairs, DT__REAL *pan
     if (have > width) have = width;
 #if DT__ISA == 2
     if (pairs) {
-        for (int64_t p = 0; p < terms; p += 2, panel += width, at += 2 * ld) {
-            const uint16_t *one = (const uint16_t *)from + at,
-                           *two = p + 1 < terms ? one + ld : NULL;
-            uint32_t words[DT__LANES] = { 0 };
-            for (int64_t i = 0; i < have; i++) words[i] = one[i];
-            if (two)
-                for (int64_t i = 0; i < have; i++) words[i] |= (uint32_t)two[i] << 16;
-            memcpy(panel, words, (size_t)width * sizeof *words);
-        }
+        DT__K(pack_pairs)(panel, width, (const uint16_t *)from + at, ld, have, terms);
         return;
     }
 #endif
@@ -13761,9 +14049,10 @@ DT__FN void DT__K(pack_rows)(dt_dtype dtype, int quant, int pairs, DT__REAL *pan
    conversion is needed, returns a pointer into the source. Otherwise fills and returns `buf`. */
 DT__FN const DT__REAL *DT__K(load_words)(dt_dtype dtype, int quant, int pairs, const void *from,
     int64_t at, int64_t terms, DT__REAL *buf) {
-#if DT__ISA == 2
+#if DT__BITS == 32 && DT__ISA == 2
+    if (pairs && terms == 64) return (const DT__REAL *)((const uint16_t *)from + at);
     if (pairs) {
-        memset(buf, 0, 64 * sizeof *buf);
+        memset(buf, 0, 32 * sizeof *buf);
         memcpy(buf, (const uint16_t *)from + at, (size_t)terms * 2);
         return buf;
     }
@@ -13846,46 +14135,133 @@ DT__FN void DT__K(copy_edge)(DT__REAL *to, int64_t to_ld, const DT__REAL *from, 
         memcpy(to + i * to_ld, from + i * from_ld, (size_t)cols * sizeof *to);
 }
 
-/* Adds the products of k indices [p0, p1) to rows [i0, i1) and columns [j0, j1) of C. Packs the
-   block of B, then multiplies each panel of A by every panel of the block. */
-DT__FN void DT__K(matmul_block)(const DT__K(gemm_plan) * w, int64_t batch, int64_t i0, int64_t i1,
-    int64_t j0, int64_t j1, int64_t p0, int64_t p1) {
-    const dt_matmul_args *a = w->args;
-    int64_t from_a = batch * a->stride_a + p0 * (a->trans_a ? a->lda : 1), terms = p1 - p0;
-    int64_t from_b = batch * a->stride_b + p0 * (a->trans_b ? 1 : a->ldb),
-            kc = w->pairs ? (terms + 1) / 2 : terms;
-    /* `at` is the offset of the current tile in c_tiles; it stays 0 if c_tiles is a single tile */
-    int64_t at = 0, next = w->single_k_block || w->c_in_place ? 0 : DT__MR * DT__NR;
-    int64_t tile_number = 0; /* number of the tile within the current group of panels */
+/* What a micro-kernel reads of A for one panel, and what it prefetches. */
+typedef struct DT__K(gemm_panel) {
+    const DT__REAL *a;
+    int64_t row, step;
+    const char *prefetch;
     int64_t prefetch_stride;
+} DT__K(gemm_panel);
+
+/* Adds the products of k steps to rows x cols elements of a tile, with the tallest micro-kernels
+   that fit. */
+DT__FN void DT__K(multiply_tile)(const DT__K(gemm_plan) * w, const DT__K(gemm_panel) * a,
+    int64_t rows, int64_t cols, int64_t k, const DT__REAL *b, int64_t ldb, DT__REAL *tile,
+    int64_t ld, int fresh) {
+    const DT__K(micro_kernel) *kernels = cols <= DT__NV && w->edges ? w->edges : w->kernels;
+    int lanes = (int)(cols <= DT__NV ? cols : cols - DT__NV); /* columns in the last vector */
+    if (rows == DT__MR && cols == DT__NR && !w->a_in_place && ldb == DT__NR) {
+        w->panel_kernel(k, a->a, b, tile, ld, fresh, a->prefetch, a->prefetch_stride);
+        return;
+    }
+    for (int64_t i = 0, at = 0, height; i < rows; i += height) {
+        while (DT__K(micro_heights)[at] > rows - i) at++;
+        height = DT__K(micro_heights)[at];
+        kernels[at](k, a->a + i * a->row, a->row, a->step, b, ldb, tile + i * ld, ld, fresh, lanes);
+    }
+}
+
+/* Packs columns [j, j + count) of the block of B that begins at element `at`. */
+DT__FN void DT__K(pack_b)(
+    const DT__K(gemm_plan) * w, int64_t at, int64_t j, int64_t count, int64_t terms) {
+    const dt_matmul_args *a = w->args;
     DT__K(pack)
-    (w, a->b_quant, w->b_block, DT__NR, a->b, from_b + j0 * (a->trans_b ? a->ldb : 1), a->ldb,
-        a->trans_b, j1 - j0, terms);
-    for (int64_t i = i0; i < i1; i += DT__MR) {
-        int64_t rows = i1 - i < DT__MR ? i1 - i : DT__MR, panel = (i - i0) / DT__MR % DT__A_PANELS;
-        if (panel == 0) tile_number = 0;
-        if (panel == 0) DT__K(pack)
-        (w, 0, w->a_panels, DT__MR, a->a, from_a + i * (a->trans_a ? 1 : a->lda), a->lda,
-            !a->trans_a, i1 - i < DT__A_PANELS * DT__MR ? i1 - i : DT__A_PANELS * DT__MR, terms);
-        for (int64_t j = j0; j < j1; j += DT__NR, at += next) {
-            int64_t cols = j1 - j < DT__NR ? j1 - j : DT__NR, ld = DT__NR;
-            DT__REAL *tile = w->c_tiles + at,
-                     *c = (DT__REAL *)a->c + batch * a->stride_c + i * a->ldc + j;
-            /* `dense` is 1 if the tile must be one dense array, over which the activation runs */
-            int last = p1 == a->k, dense = last && a->activation;
-            int full = rows == DT__MR && cols == DT__NR && w->c_in_place && !dense,
-                edge = w->c_in_place && !full;
-            if (full) tile = c, ld = a->ldc;
-            if (edge && p0 > 0) DT__K(copy_edge)(tile, DT__NR, c, a->ldc, rows, cols);
-            if (last) DT__K(prefetch_epilogue)(a, batch, i, j, rows, cols);
-            const char *prefetch = DT__K(prefetch_next_a)(w, from_a,
-                i + (DT__A_PANELS - panel) * DT__MR, i1, terms, tile_number++, &prefetch_stride);
-            w->micro_kernel(kc, w->a_panels + panel * kc * DT__MR, DT__MR,
-                w->b_block + (j - j0) * kc, tile, ld, p0 == 0, prefetch, prefetch_stride);
-            if (last)
-                DT__K(matmul_epilogue)(a, batch, i, j, rows, cols, tile, ld);
-            else if (edge)
-                DT__K(copy_edge)(c, a->ldc, tile, DT__NR, rows, cols);
+    (w, a->b_quant, w->b_block, DT__NR, a->b, at + j * (a->trans_b ? a->ldb : 1), a->ldb,
+        a->trans_b, count, terms);
+}
+
+/* multiply_tile for one row of A and one tile of a B that is stored transposed, whose element `at`
+   is the tile's first. columns_kernel multiplies whole blocks of 16 steps; the remaining steps are
+   packed. */
+DT__FN void DT__K(multiply_columns)(const DT__K(gemm_plan) * w, const DT__K(gemm_panel) * a,
+    int64_t cols, int64_t terms, int64_t at, DT__REAL *tile, int fresh) {
+    const dt_matmul_args *args = w->args;
+    int64_t size = (int64_t)dt_dtype_size(args->dtype), each = 16 * (w->pairs ? 2 : 1),
+            blocks = cols == DT__NR && w->columns_kernel ? terms / each : 0;
+    DT__K(gemm_panel) rest = *a;
+    if (blocks > 0)
+        w->columns_kernel(blocks, a->a, a->step, (const char *)args->b + at * size,
+            args->ldb * size, tile, fresh, args->n * args->k * size >= (8 << 20));
+    terms -= blocks * each;
+    if (terms == 0 && blocks > 0) return;
+    rest.a += blocks * 16 * a->step;
+    DT__K(pack_b)(w, at + blocks * each, 0, cols, terms);
+    DT__K(multiply_tile)
+    (w, &rest, 1, cols, w->pairs ? (terms + 1) / 2 : terms, w->b_block, DT__NR, tile, DT__NR,
+        fresh && blocks == 0);
+}
+
+/* A block of the product: rows [i0, i1) and columns [j0, j1) of C, k indices [p0, p1). */
+typedef struct DT__K(gemm_block) {
+    int64_t batch, i0, i1, j0, j1, p0, p1;
+    int64_t terms, kc;      /* k indices and steps */
+    int64_t from_a, from_b; /* the operands' elements at row 0 or column 0, k index p0 */
+} DT__K(gemm_block);
+
+/* Adds the products of a block to rows [i, i + rows) and columns [j, j + cols) of C. `tile` is the
+   memory of their unfinished sums, if these are not in C. */
+DT__FN void DT__K(matmul_tile)(const DT__K(gemm_plan) * w, const DT__K(gemm_block) * x,
+    const DT__K(gemm_panel) * panel, int64_t i, int64_t rows, int64_t j, int64_t cols,
+    DT__REAL *tile) {
+    const dt_matmul_args *a = w->args;
+    DT__REAL *c = (DT__REAL *)a->c + x->batch * a->stride_c + i * a->ldc + j;
+    const DT__REAL *b = w->b_block;
+    int64_t ld = DT__NR, ldb = DT__NR;
+    /* `dense` is 1 if the tile must be one dense array, over which the activation runs */
+    int last = x->p1 == a->k, dense = last && a->activation, whole = cols >= DT__NR || w->edges;
+    int full = whole && w->c_in_place && !dense, edge = w->c_in_place && !full;
+    int in_place = w->b_in_place && whole;
+    if (in_place)
+        b = (const DT__REAL *)a->b + x->from_b + j, ldb = a->ldb;
+    else if (cols <= DT__NR && (w->b_in_place || (w->thin && !(w->row && a->trans_b))))
+        DT__K(pack_b)(w, x->from_b, j, cols, x->terms);
+    else if (!w->thin)
+        b += (j - x->j0) * x->kc;
+    if (full) tile = c, ld = a->ldc;
+    if (edge && x->p0 > 0) DT__K(copy_edge)(tile, DT__NR, c, a->ldc, rows, cols);
+    if (last) DT__K(prefetch_epilogue)(a, x->batch, i, j, rows, cols);
+    if (w->row && a->trans_b) DT__K(multiply_columns)
+    (w, panel, cols, x->terms, x->from_b + j * a->ldb, tile, x->p0 == 0);
+    else if (cols > DT__NR) w->row_kernel(x->terms, panel->a, panel->step,
+        (const char *)a->b + (x->from_b + j) * (int64_t)dt_dtype_size(a->dtype), a->ldb, tile,
+        x->p0 == 0);
+    else DT__K(multiply_tile)(w, panel, rows, cols, x->kc, b, ldb, tile, ld, x->p0 == 0);
+    for (int64_t at = 0; at < cols && last; at += DT__NR) DT__K(matmul_epilogue)
+    (a, x->batch, i, j + at, rows, cols - at < DT__NR ? cols - at : DT__NR, tile + at, ld);
+    if (!last && edge) DT__K(copy_edge)(c, a->ldc, tile, DT__NR, rows, cols);
+}
+
+/* Adds the products of a block to C. Packs what is not multiplied in its place: the block of B, then
+   groups of panels of A. Multiplies each panel of A by every panel of B. */
+DT__FN void DT__K(matmul_block)(const DT__K(gemm_plan) * w, const DT__K(gemm_block) * x) {
+    const dt_matmul_args *a = w->args;
+    int64_t a_row = a->trans_a ? 1 : a->lda, tile_number = 0; /* within the group of panels */
+    int64_t height = w->row ? 1 : DT__MR;
+    /* `at` is the offset of the current tile in c_tiles; it stays 0 if c_tiles is a single tile */
+    int64_t at = 0, keep = !w->single_k_block && !w->c_in_place;
+    DT__K(gemm_panel) panel = { NULL, 1, DT__MR, NULL, 0 };
+    if (w->a_in_place) panel.row = a_row, panel.step = a->trans_a ? a->lda : 1;
+    if (!w->b_in_place && !w->thin) DT__K(pack_b)(w, x->from_b, x->j0, x->j1 - x->j0, x->terms);
+    for (int64_t i = x->i0, rows; i < x->i1; i += rows) {
+        int64_t left = x->i1 - i, number = (i - x->i0) / DT__MR % DT__A_PANELS;
+        rows = left < DT__MR ? left : DT__MR;
+        /* two tiles of 8 rows take less time than one of 14 and one of 2 */
+        if (w->a_in_place && DT__MR > 8 && left / 2 == 8) rows = 8;
+        panel.a = w->a_in_place ? (const DT__REAL *)a->a + x->from_a + i * a_row
+                                : w->a_panels + number * x->kc * DT__MR;
+        if (number == 0) tile_number = 0;
+        if (number == 0 && !w->a_in_place) DT__K(pack)
+        (w, 0, w->a_panels, DT__MR, a->a, x->from_a + i * a_row, a->lda, !a->trans_a,
+            left < DT__A_PANELS * DT__MR ? left : DT__A_PANELS * DT__MR, x->terms);
+        for (int64_t j = x->j0, cols; j < x->j1; j += cols) {
+            cols = x->j1 - j < DT__NR ? x->j1 - j : DT__NR;
+            if (w->row_kernel && x->j1 - j >= 4 * DT__NR) cols = 4 * DT__NR;
+            if (!w->a_in_place)
+                panel.prefetch =
+                    DT__K(prefetch_next_a)(w, x->from_a, i + (DT__A_PANELS - number) * DT__MR,
+                        x->i1, x->terms, tile_number++, &panel.prefetch_stride);
+            DT__K(matmul_tile)(w, x, &panel, i, rows, j, cols, w->c_tiles + at);
+            if (keep) at += height * (cols > DT__NR ? cols : DT__NR);
         }
     }
 }
@@ -13899,14 +14275,19 @@ DT__FN void DT__K(matmul_packed)(const DT__K(gemm_plan) * w, int64_t batch, int6
     int64_t terms = w->blocks.kc * (w->pairs ? 2 : 1), nc = w->blocks.nc, m = i_end - i_first;
     int64_t max_rows = DT__C_PANELS * DT__MR,
             blocks = w->single_k_block || w->c_in_place ? 1 : (m + max_rows - 1) / max_rows;
-    int64_t rows = blocks > 0 ? (m + blocks - 1) / blocks : 1;
+    int64_t rows = blocks > 1 ? (m + blocks - 1) / blocks : m > 1 ? m : 1;
     for (int64_t i0 = i_first; i0 < i_end; i0 += rows) {
         int64_t i1 = i0 + rows < i_end ? i0 + rows : i_end;
         for (int64_t j0 = j_first; j0 < j_end; j0 += nc) {
             int64_t j1 = j0 + nc < j_end ? j0 + nc : j_end, p = 0;
             do { /* runs once even if K is 0, so that C is written */
                 int64_t end = p + terms < a->k ? p + terms : a->k;
-                DT__K(matmul_block)(w, batch, i0, i1, j0, j1, p, end);
+                DT__K(gemm_block)
+                x = { batch, i0, i1, j0, j1, p, end, end - p, 0,
+                    batch * a->stride_a + p * (a->trans_a ? a->lda : 1),
+                    batch * a->stride_b + p * (a->trans_b ? 1 : a->ldb) };
+                x.kc = w->pairs ? (x.terms + 1) / 2 : x.terms;
+                DT__K(matmul_block)(w, &x);
                 p = end;
             } while (p < a->k);
         }
@@ -13939,6 +14320,18 @@ DT__FN void DT__K(matmul_cblas)(const dt_matmul_args *a, int64_t batch) {
 }
 #endif
 
+/* Makes a product of one row of a product of one column: C^T = B^T A^T. Every element stays the same
+   sum. The column of C must be dense. */
+DT__FN void DT__K(matmul_transpose)(dt_matmul_args *a) {
+    dt_matmul_args b = *a;
+    b.a = a->b, b.b = a->a;
+    b.m = a->n, b.n = a->m;
+    b.trans_a = !a->trans_b, b.trans_b = !a->trans_a;
+    b.lda = a->ldb, b.ldb = a->lda;
+    b.stride_a = a->stride_b, b.stride_b = a->stride_a;
+    *a = b;
+}
+
 /* Computes the matrix product. If `pairs` is 1, the micro-kernel uses the dot product of bf16
    pairs, which the processor must support. */
 DT__FN dt_status DT__K(matmul_with)(const dt_matmul_args *args, int pairs) {
@@ -13965,36 +14358,55 @@ DT__FN dt_status DT__K(matmul_with)(const dt_matmul_args *args, int pairs) {
         return DT_OK;
     }
 #endif
+    if (a.n == 1 && a.m > 1 && a.ldc == 1 && !a.bias && !a.b_quant) DT__K(matmul_transpose)(&a);
     DT__K(gemm_plan) w;
     memset(&w, 0, sizeof w);
     w.args = &a;
-    w.micro_kernel = DT__K(matmul_micro_kernel);
+    w.panel_kernel = DT__K(panel_micro_kernel);
+    w.kernels = DT__K(matmul_micro_kernels);
 #if DT__ISA == 2
-    if (pairs) w.micro_kernel = DT__K(matmul_pair_micro_kernel);
+    w.edges = DT__K(matmul_edge_kernels);
+#endif
+#if DT__BITS == 32 && DT__ISA == 2
+    w.columns_kernel = DT__K(columns_micro_kernel);
+    if (pairs) w.panel_kernel = DT__K(panel_pair_micro_kernel);
+    if (pairs) w.kernels = DT__K(matmul_pair_micro_kernels);
+    if (pairs) w.edges = DT__K(matmul_pair_edge_kernels);
+    if (pairs) w.columns_kernel = DT__K(columns_pair_micro_kernel);
+    if (a.b_quant || (dt__narrow(a.dtype) && !pairs)) w.columns_kernel = NULL;
 #endif
     w.pairs = pairs;
+    DT__K(plan_packing)(&w);
     int64_t steps = w.pairs ? (a.k + 1) / 2 : a.k;
-    w.blocks = dt__gemm_blocks_make(a.n, steps, sizeof(DT__REAL));
+    int64_t thin_kc = !w.thin                     ? 0
+                      : !a.trans_b                ? DT__THIN_KC
+                      : w.row && w.columns_kernel ? DT__MAX_KC
+                                                  : DT__THIN_KC_TRANSPOSED;
+    w.blocks = dt__gemm_blocks_make(w.row ? 1 : 14, a.n, steps, sizeof(DT__REAL), thin_kc);
     w.single_k_block = steps <= w.blocks.kc;
     w.c_in_place = !a.accumulate && !dt__narrow(dt__wide(a.dtype, a.wide)) && a.residual != a.c &&
                    a.pre_activation != a.c;
     int64_t shares = a.m * a.n * a.k < 1 << 18 ? 1 : dt__omp_threads(),
             side = a.m > a.n ? a.m : a.n;
-    int64_t each = ((side + shares - 1) / shares + 31) / 32 * 32;
-    int64_t stride = (int64_t)(a.work_bytes / (size_t)dt__omp_threads());
+    int64_t each = shares == 1 ? side : ((side + shares - 1) / shares + 31) / 32 * 32;
+    int threads = dt__omp_threads();
+    int64_t stride = threads == 1 ? 0 : (int64_t)(a.work_bytes / (size_t)threads);
     DT__PARALLEL
     for (int64_t share = 0; share < a.batch * shares; share++) {
         /* each iteration uses the thread's own scratch memory. It computes rows [first, end) of C
            if C has more rows than columns, else columns [first, end). */
-        DT__K(gemm_plan) own = w;
-        int64_t first = share % shares * each, end = first + each < side ? first + each : side;
-        own.c_tiles = (DT__REAL *)dt__align64((char *)a.work + dt__omp_thread() * stride);
-        own.b_block = own.c_tiles + w.blocks.c_tiles;
-        own.a_panels = own.b_block + w.blocks.kc * w.blocks.nc;
+        DT__K(gemm_plan) copy, *own = &w;
+        if (threads > 1) copy = w, own = &copy;
+        int64_t batch = shares == 1 ? share : share / shares,
+                first = (share - batch * shares) * each,
+                end = first + each < side ? first + each : side;
+        own->c_tiles = (DT__REAL *)dt__align64((char *)a.work + dt__omp_thread() * stride);
+        own->b_block = own->c_tiles + own->blocks.c_tiles;
+        own->a_panels = own->b_block + own->blocks.b_block;
         if (a.m > a.n)
-            DT__K(matmul_packed)(&own, share / shares, first, end, 0, a.n);
+            DT__K(matmul_packed)(own, batch, first, end, 0, a.n);
         else
-            DT__K(matmul_packed)(&own, share / shares, 0, a.m, first, end);
+            DT__K(matmul_packed)(own, batch, 0, a.m, first, end);
     }
     return DT_OK;
 }
@@ -16111,6 +16523,7 @@ DT__O1_END
 #undef DT__VECTOR
 #undef DT__SCALARS
 #undef DT__SCALAR
+#undef DT__UNROLL
 #undef DT__JOIN2
 #undef DT__JOIN
 #undef DT__K

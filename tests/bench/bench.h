@@ -187,6 +187,78 @@ static inline bench_blas bench_blas_find(const char *path) {
     return b;
 }
 
+// ==== PyTorch ===================================================================================
+
+/* A process of a script of tests/bench/peers, and pipes to and from it. First the script prints the
+   version of PyTorch, then it answers each line with a line. */
+typedef struct bench_peer {
+    pid_t pid; /* 0: none */
+    FILE *ask, *answer;
+    char name[96]; /* "pytorch-2.15.0" */
+} bench_peer;
+
+static inline void bench_peer_end(bench_peer *p) {
+    if (p->pid <= 0) return;
+    fclose(p->ask);
+    fclose(p->answer);
+    waitpid(p->pid, NULL, 0);
+    p->pid = 0;
+}
+
+/* The peer ends by itself after limit_s, so that one that hangs does not stop the benchmark. */
+static inline bench_peer bench_peer_start(const char *python, const char *script, double limit_s) {
+    bench_peer p = { 0, NULL, NULL, "none" };
+    int to[2], from[2];
+    char version[64] = "";
+    fflush(stdout);
+    if (pipe(to) != 0 || pipe(from) != 0) return p;
+    p.pid = fork();
+    if (p.pid == 0) {
+        dup2(to[0], 0);
+        dup2(from[1], 1);
+        close(to[1]);
+        close(from[0]);
+        alarm((unsigned)limit_s);
+        if (freopen("/dev/null", "w", stderr)) execlp(python, python, script, (char *)NULL);
+        _exit(127);
+    }
+    close(to[0]);
+    close(from[1]);
+    p.ask = fdopen(to[1], "w");
+    p.answer = fdopen(from[0], "r");
+    if (p.pid > 0 && fgets(version, sizeof version, p.answer)) {
+        version[strcspn(version, "\n")] = 0;
+        snprintf(p.name, sizeof p.name, "pytorch-%s", version);
+        printf("# peer: %s\n", p.name);
+    } else {
+        bench_peer_end(&p);
+        printf("# peer: PyTorch is not installed for %s; give --python PATH\n", python);
+    }
+    return p;
+}
+
+// ==== Memory ====================================================================================
+
+/* Arrays of this size are beyond the caches. */
+#define BENCH_TRIAD_BYTES (64 << 20)
+
+/* The best rate of the triad x = y + 3 z in GB/s, of a quarter of a second, in processor time. The
+   write also reads the line, which is not counted, as in the STREAM benchmark. */
+static inline double bench_triad_gbs(void) {
+    enum { N = BENCH_TRIAD_BYTES / sizeof(float) };
+    float *x = (float *)calloc(3 * (size_t)N, sizeof *x), *y = x + N, *z = y + N;
+    double best = 0, end = bench_now() + 0.25;
+    for (int round = 0; x && (round < 3 || bench_now() < end); round++) {
+        double start = bench_thread_seconds();
+        for (size_t i = 0; i < N; i++) x[i] = y[i] + 3 * z[i];
+        /* keeps the compiler from leaving out a round */
+        __asm__ volatile("" : : "r"(x) : "memory");
+        best = fmax(best, 3e-9 * N * sizeof *x / (bench_thread_seconds() - start));
+    }
+    free(x);
+    return best;
+}
+
 // ==== Products ==================================================================================
 
 /* c (m,n) = A (m,k) B (k,n); A is stored (k,m) with trans_a, B (n,k) with trans_b. */

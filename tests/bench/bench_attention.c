@@ -107,56 +107,8 @@ static int differs(void) {
 
 // ==== PyTorch ===================================================================================
 
-/* A process of peers/torch_attention.py, and pipes to and from it. */
-typedef struct torch {
-    pid_t pid; /* 0: none */
-    FILE *ask, *answer;
-    char name[96];
-} torch;
-
-static void torch_end(torch *p) {
-    if (p->pid <= 0) return;
-    fclose(p->ask);
-    fclose(p->answer);
-    waitpid(p->pid, NULL, 0);
-    p->pid = 0;
-}
-
-/* The peer ends by itself after limit_s, so that one that hangs does not stop the benchmark. */
-static torch torch_start(const char *python, double limit_s) {
-    torch p = { .name = "none" };
-    int to[2], from[2];
-    char version[64] = "";
-    fflush(stdout);
-    if (pipe(to) != 0 || pipe(from) != 0) return p;
-    p.pid = fork();
-    if (p.pid == 0) {
-        dup2(to[0], 0);
-        dup2(from[1], 1);
-        close(to[1]);
-        close(from[0]);
-        alarm((unsigned)limit_s);
-        if (freopen("/dev/null", "w", stderr))
-            execlp(python, python, "tests/bench/peers/torch_attention.py", (char *)NULL);
-        _exit(127);
-    }
-    close(to[0]);
-    close(from[1]);
-    p.ask = fdopen(to[1], "w");
-    p.answer = fdopen(from[0], "r");
-    if (p.pid > 0 && fgets(version, sizeof version, p.answer)) {
-        version[strcspn(version, "\n")] = 0;
-        snprintf(p.name, sizeof p.name, "pytorch-%s", version);
-        printf("# peer: %s\n", p.name);
-    } else {
-        torch_end(&p);
-        printf("# peer: PyTorch is not installed for %s; give --python PATH\n", python);
-    }
-    return p;
-}
-
 /* Processor seconds of `calls` calls; infinity if the peer does not answer. */
-static double torch_burst(const torch *p, const attention *a, int backward, int calls) {
+static double torch_burst(const bench_peer *p, const attention *a, int backward, int calls) {
     double seconds;
     fprintf(p->ask, "%d %d %d %d %d\n", (int)a->T, HEADS, DIM, backward, calls);
     fflush(p->ask);
@@ -172,7 +124,8 @@ static double dt_burst(const attention *a, int backward, int calls) {
 }
 
 /* Measures and prints one case. Returns the ratio of the rates, NaN without a peer. */
-static double run_case(const attention *a, int backward, const torch *peer, const settings *s) {
+static double run_case(
+    const attention *a, int backward, const bench_peer *peer, const settings *s) {
     double best = INFINITY, theirs = INFINITY, end;
     char rate[32], ratio[32];
     int calls = (int)(0.01 / dt_burst(a, backward, 1)), rounds = 0; /* a burst takes 10 ms */
@@ -216,7 +169,8 @@ int main(int argc, char **argv) {
     int failed = differs();
     bench_print_machine();
     signal(SIGPIPE, SIG_IGN);
-    torch peer = torch_start(s.python, 120 + 10 * CASES * s.seconds);
+    bench_peer peer = bench_peer_start(
+        s.python, "tests/bench/peers/torch_attention.py", 120 + 10 * CASES * s.seconds);
     printf("t,direction,dt_gflops,peer,peer_gflops,ratio\n");
     for (int i = 0; i < (s.quick ? 1 : CASES) && !failed; i++) {
         attention a;
@@ -231,7 +185,7 @@ int main(int argc, char **argv) {
         }
         attention_free(&a);
     }
-    torch_end(&peer);
+    bench_peer_end(&peer);
     for (int backward = 0; backward < 2; backward++)
         printf("summary,min_%s,%s\n", direction[backward],
             bench_number(text, sizeof text, least[backward], "%.3f"));

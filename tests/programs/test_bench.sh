@@ -28,10 +28,12 @@ bench() { # bench PROGRAM HEADER ROWS SUMMARY ARGS...: at least ROWS rows, and t
 
 gemm="m,n,k,trans,dtype,threads,dt_gflops,peer,peer_gflops,ratio"
 train="config,ranks,dtype,tokens_per_s,gflops,peer,peer_tokens_per_s,ratio,peak_rss_mib,peer_peak_rss_mib"
-bench bench_gemm "$gemm" 6 "geomean_f32 min_f32 bf16_over_f32" --quick
+products="geomean_f32 min_f32 bf16_over_f32 geomean_f32_under_64 geomean_f32_gemv gemv_triad_share bf16_over_f32_nt \
+bf16_over_f32_nn bf16_over_f32_tn geomean_bf16_gpt geomean_bf16_under_64 geomean_bf16_gemv"
+bench bench_gemm "$gemm" 6 "$products" --quick --python no/such/python
 awk -F, '$7 <= 0 { bad = 1 } END { exit bad || NR == 0 }' "$dir/rows"
 report $? "bench_gemm: every rate of dt is positive"
-bench bench_gemm "$gemm" 3 "geomean_f32 min_f32 bf16_over_f32" \
+bench bench_gemm "$gemm" 3 "$products" \
     --quick --dtype=f32 --threads 2 --openblas no/such/library
 grep -q '^# peer: OpenBLAS is not installed at no/such/library' "$dir/out" &&
     ! grep -v ',none,nan,nan$' "$dir/rows" | grep -q .

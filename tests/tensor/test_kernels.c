@@ -231,10 +231,13 @@ static void product_case(
 static void products(dt_dtype type, int isa) {
     static const int64_t size[][3] = { { 1, 1, 1 }, { 3, 17, 127 }, { 17, 127, 3 }, { 127, 3, 17 },
         { 15, 33, 65 }, { 1, 127, 17 }, { 29, 1, 5 }, { 14, 32, 64 }, { 5, 7, 0 }, { 17, 33, 1100 },
-        { 461, 3, 517 }, { 3, 530, 520 }, { 5, 35, 2051 } };
+        { 461, 3, 517 }, { 3, 530, 520 }, { 5, 35, 2051 }, { 1, 300, 77 }, { 1, 45, 700 },
+        { 300, 1, 77 }, { 16, 16, 16 }, { 17, 65, 33 }, { 9, 70, 150 }, { 40, 20, 600 },
+        { 15, 130, 129 } };
     for (size_t s = 0; s < sizeof size / sizeof *size; s++)
-        /* in the last four sizes K, M or N exceeds one block */
-        for (int kind = 0; kind < 64; kind += s < 9 ? 1 : 11) {
+        /* in sizes 9 to 12 K, M or N exceeds one block; the later sizes are those of one row or
+           column, of all heights of the micro-kernel, and of the limits of multiplying in place */
+        for (int kind = 0; kind < 64; kind += s < 9 ? 1 : s < 13 ? 11 : 7) {
             if ((kind & 16 && !(kind & 4)) || (kind & 32 && !is_narrow(type))) continue;
             if (s > 2 && s < 9 && kind % 5 != (int)s % 5) continue;
             int64_t m = size[s][0], n = size[s][1], k = size[s][2];
@@ -257,8 +260,9 @@ static void products(dt_dtype type, int isa) {
     CHECK(multiply(type, isa, &small) == DT_ERR_ARG);
 }
 
-/* An element has the same bits in the full product and in any rectangle of it. */
-static void product_bits(dt_dtype type, int isa, int64_t M, int64_t N, int64_t K) {
+/* An element has the same bits in the full product and in any rectangle of it, also in one row and in
+   one column. Bits of kind: 1 A transposed, 2 B transposed, 4 fused bias and activation. */
+static void product_bits(dt_dtype type, int isa, int64_t M, int64_t N, int64_t K, int kind) {
     size_t size = dt_dtype_size(type), work_bytes = dt_matmul_work(N, K, type);
     void *a = noise_array(type, (size_t)(M * K), 1), *b = noise_array(type, (size_t)(N * K), 2);
     void *whole = room((size_t)(M * N) * size), *part = room((size_t)(M * N) * size),
@@ -271,32 +275,39 @@ static void product_bits(dt_dtype type, int isa, int64_t M, int64_t N, int64_t K
         .m = M,
         .n = N,
         .k = K,
-        .trans_b = 1,
-        .bias = bias,
-        .activation = DT_ACT_SILU,
+        .trans_a = kind & 1,
+        .trans_b = kind >> 1 & 1,
+        .lda = kind & 1 ? M : K,
+        .ldb = kind & 2 ? K : N,
         .work = work,
         .work_bytes = work_bytes };
+    if (kind & 4) all.bias = bias, all.activation = DT_ACT_SILU;
     CHECK(multiply(type, isa, &all) == DT_OK);
     int wrong = 0;
-    for (int t = 0; t < 12; t++) {
+    for (int t = 0; t < 16; t++) {
         int i0 = below(5, (uint64_t)t, (int)M), j0 = below(6, (uint64_t)t, (int)N);
         int m = 1 + below(7, (uint64_t)t, (int)M - i0), n = 1 + below(8, (uint64_t)t, (int)N - j0);
+        if (t % 4 == 0) m = 1, j0 = 0, n = (int)N;
+        if (t % 4 == 1) n = 1, i0 = 0, m = (int)M;
+        if (t % 4 == 2) m = 1 + t % 17 < M - i0 ? 1 + t % 17 : (int)M - i0;
         dt_matmul_args some = all;
         some.c = part;
         some.m = m;
         some.n = n;
-        some.a = (char *)a + (size_t)(i0 * K) * size;
-        some.b = (char *)b + (size_t)(j0 * K) * size;
-        some.bias = (char *)bias + (size_t)j0 * size;
+        some.a = (char *)a + (size_t)(i0 * (kind & 1 ? 1 : K)) * size;
+        some.b = (char *)b + (size_t)(j0 * (kind & 2 ? K : 1)) * size;
+        if (kind & 4) some.bias = (char *)bias + (size_t)j0 * size;
         some.work_bytes = dt_matmul_work(n, K, type);
+        some.work = room(some.work_bytes); /* so that a sanitizer sees its end */
         CHECK(multiply(type, isa, &some) == DT_OK);
+        free(some.work);
         for (int i = 0; i < m; i++)
             wrong += memcmp((char *)part + (size_t)(i * n) * size,
                          (char *)whole + (size_t)((i0 + i) * N + j0) * size, (size_t)n * size) != 0;
     }
     CHECK_MSG(wrong == 0,
-        "matmul %s %s (%lld,%lld,%lld): %d rows have other bits in a part of the product",
-        isa_name[isa], dt_dtype_name(type), (long long)M, (long long)N, (long long)K, wrong);
+        "matmul %s %s (%lld,%lld,%lld) kind %d: %d rows have other bits in a part of the product",
+        isa_name[isa], dt_dtype_name(type), (long long)M, (long long)N, (long long)K, kind, wrong);
     free(a);
     free(b);
     free(whole);
@@ -2164,10 +2175,11 @@ static void test_numbers(void) {
 /* All tests of products in one type with one instruction set. */
 static void products_by(dt_dtype type, int isa) {
     products(type, isa);
-    product_bits(type, isa, 45, 71, 129);
-    product_bits(type, isa, 461, 37, 600);
-    product_bits(type, isa, 15, 541, 520);
-    product_bits(type, isa, 29, 35, 1101);
+    for (int kind = 0; kind < 8; kind++) product_bits(type, isa, 45, 171, 129, kind);
+    product_bits(type, isa, 461, 37, 600, 6);
+    product_bits(type, isa, 15, 541, 520, 6);
+    product_bits(type, isa, 29, 35, 1101, 6);
+    product_bits(type, isa, 20, 300, 611, 0);
 }
 
 static void test_products(void) {
