@@ -1278,6 +1278,7 @@ struct dt_comm {
     /* Number of ranks on each machine, if the group's rank order keeps the ranks of each machine
        together (section 17); else 0. */
     int ranks_per_node;
+    int tp_overlap; /* dt_mesh_desc.tp_overlap, which dt_parallel.h sets */
     dt_axis axis;
     dt_comm *next;
     size_t bytes;        /* size of this struct with its arrays */

@@ -120,6 +120,9 @@ typedef struct dt_mesh_desc {
        N ranks shard each expert, and ep and expert_tp divide the dp x cp x tp ranks of a pipeline
        stage anew */
     int expert_tp;
+    /* Overlap of tensor-parallel traffic: the number of pieces in which the layers of section 3
+       send and multiply; 0 or 1: no overlap. Not a number of ranks; all ranks give the same. */
+    int tp_overlap;
 } dt_mesh_desc;
 
 /* Process mesh (device mesh): this rank's process group along every axis. A group of one rank is
@@ -255,7 +258,26 @@ DT_API dt_tensor *dt_all_to_all_rows(
    Under DT_SHARD(1), a parameter that is used outside of regions and is not sharded (of a norm, a
    row bias, a position embedding) is applied to only a part of the tokens on each rank. Give such a
    parameter the gradient placement { tp, DT_GRAD_PARTIAL }. All functions below are [collective:
-   comm]. Over a group of one rank each function does the same as the ordinary layer. */
+   comm]. Over a group of one rank each function does the same as the ordinary layer.
+
+   Overlap of communication and computation (Megatron-LM's tp-comm-overlap; PyTorch's async TP).
+   With dt_mesh_desc.tp_overlap = P the layers cut the rows (tokens) into P pieces, and the traffic
+   of a piece is under way while other pieces are multiplied:
+
+       column-parallel, forward     all-gather of x in pieces (DT_SHARD); each is multiplied once it
+                                    is there
+       row-parallel, forward        all-reduce or reduce-scatter of a piece once it is multiplied
+       row-parallel, backward       all-gather of dy in pieces (DT_SHARD), as in the first line
+       column-parallel, backward    all-reduce or reduce-scatter of each piece of dx, while later
+                                    pieces are computed, and dw of this layer and of the layers
+                                    after it; x is gathered again (DT_SHARD) while dx is computed
+
+   The bits are those without overlap, because an element of a product depends only on its row,
+   column and K, a sum over the group runs in rank order, and dw is one product over all rows. (So
+   not with DT_RING, NCCL or another BLAS, where the order depends on the sizes.) The bytes are the
+   same too; messages are P times as many. A piece has at least 8 rows of the group, so a single
+   token is not cut. What dt_tp_enter and the products that read it return may still be arriving:
+   read it through ops, through dt_data, or after dt_new. */
 
 /* [collective: comm] Megatron's f; the paper on sequence parallelism calls its counterpart g. Takes
    x with the placement `outside` and returns the whole x on every rank, as the input of one or more
@@ -1221,6 +1243,8 @@ dt_status dt_mesh_resolve(dt_mesh_desc *sizes, int ranks, char *text, size_t tex
         &sizes->expert_tp };
     char ep[24] = "";
     if (ranks < 1) return dt__strbuf_add(&t, "%d ranks; at least 1 is needed", ranks);
+    if (sizes->tp_overlap < 0)
+        return dt__strbuf_add(&t, "tp_overlap %d; use 0, or pieces", sizes->tp_overlap);
     for (int i = 0; i < 6; i++) {
         if (*axes[i] < 0) return dt__strbuf_add(&t, "an axis of %d ranks; use 1 or more", *axes[i]);
         if (i > 0 && i < 5 && *axes[i] == 0) *axes[i] = 1;
@@ -1314,6 +1338,7 @@ static dt_mesh dt__mesh_make(dt_ctx *ctx, dt_mesh_desc desc) {
         offsets[i] = *coords[i] * stride;
         *groups[i] = dt__mesh_axis(world, sizes[i], offsets[i], *coords[i], names[i], axes[i]);
     }
+    if (mesh.tp) mesh.tp->tp_overlap = desc.tp_overlap;
     int replicas = desc.dp * ep * desc.cp, offset = offsets[DP] + offsets[EP] + offsets[CP];
     mesh.data = replicas == desc.dp
                     ? mesh.dp
@@ -1541,21 +1566,228 @@ static dt__redist dt__redist_of(const dt_tensor *x, dt_tensor *y, dt_comm *comm)
     return m;
 }
 
+/* ---- redistributions in pieces ---- */
+
+/* A redistribution whose pieces travel while a linear op computes (dt__flow, section 16 of
+   dt_tensor.h). Three rows of the table can do so, and each piece is a nonblocking collective:
+
+       all-gather       incoming    starts all pieces at once; the op waits for one after another
+       reduce-scatter   outgoing    starts a piece when the op has computed its rows
+       all-reduce       outgoing    likewise
+
+   packed holds the pieces one after another, each as (shards, rows of the piece, width), because a
+   collective sends contiguous arrays. */
+typedef struct dt__redist_flow {
+    dt__flow base; /* must be first */
+    dt__redist m;  /* the whole arrays */
+    int64_t width; /* elements in a row */
+    dt_work **works;
+    char *packed;
+    /* of an outgoing gradient: the op whose backward this is, and memory for the result if other
+       ops may add to the gradient meanwhile */
+    dt_node *node;
+    char *aside;
+} dt__redist_flow;
+
+/* the fewest rows of the whole array that a piece may have */
+#ifndef DT__MIN_PIECE_ROWS
+#define DT__MIN_PIECE_ROWS 8
+#endif
+
+/* Returns in how many pieces an array of this full shape moves over comm; 1: not in pieces. */
+static int dt__flow_pieces(const dt_comm *comm, dt_shape full, dt_placement sharded) {
+    int64_t rows = 1, most;
+    int is_sharded = sharded.kind == DT_PLACEMENT_SHARD;
+    if (!comm || comm->tp_overlap < 2 || full.nd < 2) return 1;
+    if (is_sharded && sharded.dim >= full.nd - 1) return 1;
+    for (int i = 0; i < full.nd - 1; i++) rows *= full.d[i];
+    most = rows / DT__MIN_PIECE_ROWS;
+    if (is_sharded && most > rows / dt_comm_size(comm)) most = rows / dt_comm_size(comm);
+    if (most > comm->tp_overlap) most = comm->tp_overlap;
+    return most < 2 ? 1 : (int)most;
+}
+
+static dt_status dt__flow_receive(dt__flow *flow);
+static dt_status dt__flow_send(dt__flow *flow);
+
+/* Makes a flow of an array of the shape `full`; `sharded` is the placement of its other end. */
+static dt__redist_flow *dt__flow_make(
+    dt__redist m, dt_shape full, dt_placement sharded, int pieces, int incoming) {
+    dt__redist_flow *f = (dt__redist_flow *)dt__meta(m.ctx, sizeof *f);
+    if (!f) return NULL;
+    f->works = (dt_work **)dt__meta(m.ctx, (size_t)pieces * sizeof(dt_work *));
+    if (!f->works) return NULL;
+    int dim = sharded.kind == DT_PLACEMENT_SHARD ? sharded.dim : 0;
+    f->m = m;
+    f->base.incoming = incoming;
+    f->base.pieces = pieces;
+    f->base.next = incoming ? dt__flow_receive : dt__flow_send;
+    f->base.shards = sharded.kind == DT_PLACEMENT_SHARD ? dt_comm_size(m.comm) : 1;
+    f->base.sequences = f->base.rows = 1;
+    for (int i = 0; i < full.nd - 1; i++)
+        *(i < dim ? &f->base.sequences : &f->base.rows) *= full.d[i];
+    f->base.rows /= f->base.shards;
+    f->width = full.d[full.nd - 1];
+    return f;
+}
+
+static char *dt__flow_buffer(const dt__redist_flow *f, int64_t shards) {
+    int64_t count = f->base.sequences * f->base.rows * f->width * shards;
+    size_t bytes = ((size_t)count * dt_dtype_size(f->m.dtype) + 63) / 64 * 64;
+    return (char *)dt__buffer_acquire(f->m.ctx, DT_MEM_COMM, bytes);
+}
+
+/* Copies piece p between its rows of the whole array and `packed`. */
+static dt_status dt__flow_copy(const dt__redist_flow *f, int p, void *array, int pack) {
+    const dt__flow *b = &f->base;
+    int64_t begin = dt__flow_bound(b, p), end = dt__flow_bound(b, p + 1), row, count;
+    for (int64_t shard = 0; shard < b->shards; shard++)
+        for (int64_t at = begin; at < end;) {
+            int64_t packed_row = begin * b->shards + shard * (end - begin) + at - begin;
+            dt__flow_range(b, p, shard, &at, &row, &count);
+            char *there = (char *)dt__element(f->packed, f->m.dtype, packed_row * f->width);
+            char *here = (char *)dt__element(array, f->m.dtype, row * f->width);
+            size_t bytes = (size_t)(count * f->width) * dt_dtype_size(f->m.dtype);
+            if (dt__copy_rows(&f->m, pack ? there : here, bytes, pack ? here : there, bytes, 1,
+                    bytes) != DT_OK)
+                return dt_error(f->m.ctx);
+        }
+    return DT_OK;
+}
+
+/* Starts the collective of piece p. */
+static void dt__flow_start(dt__redist_flow *f, int p) {
+    const dt__redist *m = &f->m;
+    int64_t begin = dt__flow_bound(&f->base, p) * f->width,
+            count = dt__flow_bound(&f->base, p + 1) * f->width - begin;
+    const void *in = dt__element(m->in, m->dtype, begin);
+    void *out = dt__element(f->aside ? f->aside : m->out, m->dtype, begin);
+    char *packed =
+        f->packed ? (char *)dt__element(f->packed, m->dtype, begin * f->base.shards) : NULL;
+    f->works[p] =
+        f->base.incoming ? dt_all_gather_start(m->comm, in, packed, (size_t)count, m->dtype)
+        : packed ? dt_reduce_scatter_start(m->comm, packed, out, (size_t)count, m->dtype, DT_SUM)
+                 : dt_all_reduce_start(m->comm, in, out, (size_t)count, m->dtype, DT_SUM);
+}
+
+/* Waits for the next piece of an all-gather. After a failure of the context, ends the operation. */
+static dt_status dt__flow_receive(dt__flow *flow) {
+    dt__redist_flow *f = (dt__redist_flow *)(void *)flow;
+    dt_status status = dt_wait(f->m.ctx, f->works[flow->done]);
+    if (status == DT_OK) status = dt__flow_copy(f, flow->done, f->m.out, 0);
+    if (++flow->done < flow->pieces) return status;
+    dt__buffer_release(f->m.ctx, f->packed);
+    f->packed = NULL;
+    return status;
+}
+
+/* Starts m in pieces if it is an all-gather. Returns NULL if it is not, or after a failure. */
+static dt__flow *dt__flow_gather(dt__redist m, dt_placement from, dt_placement to, int pieces) {
+    if (dt__redist_find(from, to)->move != dt__redist_all_gather) return NULL;
+    dt__redist_flow *f = dt__flow_make(m, m.out_shape, from, pieces, 1);
+    if (!f || !(f->packed = dt__flow_buffer(f, f->base.shards))) return NULL;
+    for (int p = 0; p < pieces && dt_error(m.ctx) == DT_OK; p++) dt__flow_start(f, p);
+    return &f->base;
+}
+
+/* Makes the flow in which y's gradient will leave: the backward of the redistribution that made
+   y. NULL if it is not cut into pieces. */
+static dt__flow *dt__flow_back(dt_tensor *y) {
+    const dt__redist_saved *saved = (const dt__redist_saved *)y->producer->saved;
+    int pieces = dt__flow_pieces(saved->comm, y->shape, saved->from);
+    if (pieces < 2 || dt__owner(y) != y) return NULL;
+    dt__redist m = dt__redist_of(y, y->producer->in[0], saved->comm);
+    dt__redist_flow *f = dt__flow_make(m, y->shape, saved->from, pieces, 0);
+    if (!f) return NULL;
+    f->node = y->producer;
+    return &f->base;
+}
+
+/* Before the first piece of a gradient leaves: finds the memory of the input's gradient. */
+static dt_status dt__flow_open_grad(dt__redist_flow *f) {
+    dt_tensor *x = f->node->in[0];
+    int accumulate = 0;
+    f->m.in = f->node->out->grad;
+    if (x->base || x->readers > 1 || x->grad)
+        f->aside = dt__flow_buffer(f, 1);
+    else
+        f->m.out = dt_grad_raw(f->node, 0, &accumulate);
+    return dt_error(f->m.ctx);
+}
+
+/* Lets the next piece leave: its rows have been computed. */
+static dt_status dt__flow_send(dt__flow *flow) {
+    dt__redist_flow *f = (dt__redist_flow *)(void *)flow;
+    dt_ctx *ctx = f->m.ctx;
+    if (flow->done == 0) {
+        if (f->node && dt__flow_open_grad(f) != DT_OK) return dt_error(ctx);
+        if (flow->shards > 1) f->packed = dt__flow_buffer(f, flow->shards);
+        if (dt_error(ctx) != DT_OK) return dt_error(ctx);
+    }
+    if (f->packed && dt__flow_copy(f, flow->done, (void *)(uintptr_t)f->m.in, 1) != DT_OK)
+        return dt_error(ctx);
+    dt__flow_start(f, flow->done++);
+    return dt_error(ctx);
+}
+
+/* Waits until all pieces that have left are reduced. */
+static dt_status dt__flow_wait(dt__redist_flow *f) {
+    dt_ctx *ctx = f->m.ctx;
+    for (int p = 0; p < f->base.done; p++) dt_wait(ctx, f->works[p]);
+    dt__buffer_release(ctx, f->packed);
+    f->packed = NULL;
+    return dt_error(ctx);
+}
+
+/* The end of a redistribution of a gradient whose pieces have left. */
+static dt_status dt__flow_end_grad(dt__redist_flow *f) {
+    dt_ctx *ctx = f->m.ctx;
+    dt_tensor *x = f->node->in[0];
+    int accumulate = 0;
+    dt__run_deferred(ctx, f->node);
+    void *grad =
+        dt__flow_wait(f) == DT_OK && f->aside ? dt_grad_raw(f->node, 0, &accumulate) : NULL;
+    if (grad) dt__accumulate(ctx, x->dtype, grad, f->aside, (size_t)dt_count(x->shape), accumulate);
+    dt__buffer_release(ctx, f->aside);
+    f->aside = NULL;
+    return dt_error(ctx);
+}
+
+/* Returns 1 if the gradient of in[0] may arrive in pieces: only the op that made in[0] reads this
+   gradient, and that op's backward is the next one. */
+static int dt__flow_can_arrive(const dt_node *n) {
+    const dt_tensor *x = n->in[0];
+    return x->producer && x->producer == n->prev && !x->base && !x->grad &&
+           x->needs_grad != DT__KEEP_GRAD;
+}
+
 /* The backward of a redistribution p -> q redistributes the gradient from dual(q) to dual(p). */
 static dt_status dt__redistribute_back(dt_node *n) {
     const dt__redist_saved *saved = (const dt__redist_saved *)n->saved;
-    int accumulate = 0;
-    dt__redist m = dt__redist_of(n->out, n->in[0], saved->comm);
+    dt_placement from = dt__placement_dual(saved->to), to = dt__placement_dual(saved->from);
+    dt_tensor *x = n->in[0];
+    int accumulate = 0, can_arrive = dt__flow_can_arrive(n);
+    dt__flow *left = n->out->grad_flow;
+    if (left && !left->incoming && left->done)
+        return dt__flow_end_grad((dt__redist_flow *)(void *)left);
+    dt__redist m = dt__redist_of(n->out, x, saved->comm);
     m.in = n->out->grad;
     m.out = dt_grad_raw(n, 0, &accumulate);
     if (!m.out) return dt_error(n->out->ctx);
-    return dt__redist_run(
-        m, dt__placement_dual(saved->to), dt__placement_dual(saved->from), accumulate);
+    int pieces = can_arrive ? dt__flow_pieces(saved->comm, x->shape, from) : 1;
+    if (pieces > 1 && (x->grad_flow = dt__flow_gather(m, from, to, pieces))) return DT_OK;
+    return dt__redist_run(m, from, to, accumulate);
 }
 
+/* Gathers dropped data again. The op that reads them waits for them (dt__flow_arrive), and they are
+   one piece, because a weight gradient needs all rows. */
 static dt_status dt__redistribute_recompute(dt_node *n) {
     const dt__redist_saved *saved = (const dt__redist_saved *)n->saved;
-    return dt__redist_run(dt__redist_of(n->in[0], n->out, saved->comm), saved->from, saved->to, 0);
+    dt_placement from = saved->from, to = saved->to;
+    dt__redist m = dt__redist_of(n->in[0], n->out, saved->comm);
+    if (dt__flow_pieces(saved->comm, n->out->shape, from) > 1)
+        n->out->flow = dt__flow_gather(m, from, to, 1);
+    return n->out->flow ? dt_error(m.ctx) : dt__redist_run(m, from, to, 0);
 }
 
 /* Returns the local shape after the redistribution over n ranks. Its nd is -1 if a sharded
@@ -1572,9 +1804,14 @@ static dt_shape dt__redist_shape(dt_shape shape, int n, dt_placement from, dt_pl
     return shape;
 }
 
-/* Redistributes x to a new tensor y. If transient is 1, y is a transient tensor: its data are
-   dropped at the end of y's block, and the backward redistributes x again. */
-static dt_tensor *dt__redist_new(
+/* Returns 1 if the redistribution moves no data, so that the result is an alias of the input. */
+static int dt__redist_is_alias(dt_placement from, dt_placement to) {
+    return dt__redist_find(from, to)->move == dt__redist_identity;
+}
+
+/* Makes the result y of a redistribution of x. If transient is 1, y is a transient tensor: its data
+   are dropped at the end of y's block, and the backward redistributes x again. */
+static dt_tensor *dt__redist_make(
     dt_tensor *x, dt_comm *comm, dt_placement from, dt_placement to, int transient) {
     dt_ctx *ctx = x->ctx;
     if (!dt__redist_find(from, to)) {
@@ -1592,16 +1829,29 @@ static dt_tensor *dt__redist_new(
             dt__placement_text(to).s, dt_comm_size(comm));
         return NULL;
     }
-    int free_of_copy = dt__redist_find(from, to)->move == dt__redist_identity;
     /* only a recorded op can run again in the backward */
     transient = transient && x->needs_grad && !ctx->no_grad;
-    dt_tensor *y = free_of_copy
+    dt_tensor *y = dt__redist_is_alias(from, to)
                        ? dt_alias(x)
                        : dt__new_output(ctx, x, x->dtype, shape, "dt_redistribute", transient);
-    if (!y || !dt__placement_set(y, x, (const dt_group *)comm, to)) return NULL;
-    dt_status status =
-        free_of_copy ? DT_OK : dt__redist_run(dt__redist_of(x, y, comm), from, to, 0);
-    if (status == DT_OK) return y;
+    return y && dt__placement_set(y, x, (const dt_group *)comm, to) ? y : NULL;
+}
+
+/* Redistributes the data of x to those of y, which dt__redist_make has made. If y can arrive in
+   pieces, the traffic is under way when this function returns. Returns y; NULL after a failure. */
+static dt_tensor *dt__redist_data(
+    dt_tensor *x, dt_tensor *y, dt_comm *comm, dt_placement from, dt_placement to) {
+    dt_ctx *ctx = x->ctx;
+    dt_status status = DT_OK;
+    dt__redist m = dt__redist_of(x, y, comm);
+    int pieces = dt__flow_pieces(comm, y->shape, from);
+    if (to.kind == DT_PLACEMENT_COPY && pieces > 1) y->flow = dt__flow_gather(m, from, to, pieces);
+    if (y->flow) {
+        y->flow->next_arriving = ctx->arriving;
+        ctx->arriving = y->flow;
+    }
+    if (!y->flow && !dt__redist_is_alias(from, to)) status = dt__redist_run(m, from, to, 0);
+    if (status == DT_OK) return dt_error(ctx) == DT_OK ? y : NULL;
     dt_fail(ctx, status, "dt_redistribute(%s): %s to %s", x->name, dt__placement_text(from).s,
         dt__placement_text(to).s);
     return NULL;
@@ -1612,7 +1862,9 @@ static dt_tensor *dt__redist_record(
     dt_tensor *y, dt_record_desc d, dt_comm *comm, dt_placement from, dt_placement to) {
     dt__redist_saved saved = { comm, from, to };
     d.recompute = dt__redistribute_recompute;
-    return dt__record_with(y, d, &saved);
+    if (!dt__record_with(y, d, &saved)) return NULL;
+    if (to.kind == DT_PLACEMENT_COPY && y->producer) y->grad_flow = dt__flow_back(y);
+    return dt_error(y->ctx) == DT_OK ? y : NULL;
 }
 
 static dt_tensor *dt__redistribute(
@@ -1624,7 +1876,8 @@ static dt_tensor *dt__redistribute(
             "`from` (`outside`) is the placement that x has"))
         return NULL;
     if (from.kind == to.kind && (from.kind != DT_PLACEMENT_SHARD || from.dim == to.dim)) return x;
-    dt_tensor *y = dt__redist_new(x, comm, from, to, transient);
+    dt_tensor *y = dt__redist_make(x, comm, from, to, transient);
+    if (y) y = dt__redist_data(x, y, comm, from, to);
     dt_record_desc d = dt__make_record(
         "dt_redistribute", x, NULL, NULL, dt__redistribute_back, sizeof(dt__redist_saved));
     return y ? dt__redist_record(y, d, comm, from, to) : NULL;
@@ -1765,6 +2018,37 @@ static dt_status dt__row_back(dt_node *n) {
     return DT_OK;
 }
 
+/* Makes the result of the redistribution of `sum`, a partial sum over the group. */
+static dt_tensor *dt__row_reduced(dt_tensor *sum, dt_comm *comm, dt_placement outside) {
+    int placed = sum && dt__placement_expect("dt_row_linear", sum, (const dt_group *)comm,
+                            DT_PARTIAL, "shard x along its last dimension and w along dimension 1");
+    return placed ? dt__redist_make(sum, comm, DT_PARTIAL, outside, 0) : NULL;
+}
+
+/* Returns x w^T, a partial sum over the group, and stores its sum over the group in *reduced. Each
+   piece is reduced while the next one is multiplied. NULL in *reduced after a failure. */
+static dt_tensor *dt__row_sum(dt_tensor *x, dt_tensor *w, dt_linear_desc desc, dt_comm *comm,
+    dt_placement outside, dt_tensor **reduced) {
+    dt__linear_op l = { x, w, NULL, desc, NULL, DT__LINEAR_TRANSIENT, 0, NULL, NULL };
+    dt__redist_flow *f = NULL;
+    if (desc.adapters) {
+        l.y = dt__linear_adapted(x, w, NULL, desc, DT__LINEAR_TRANSIENT);
+        *reduced = dt__row_reduced(l.y, comm, outside);
+    } else if (dt__linear_make(&l, NULL)) {
+        dt_tensor *y = dt__row_reduced(l.y, comm, outside);
+        int pieces = y ? dt__flow_pieces(comm, l.y->shape, outside) : 1;
+        if (pieces > 1) {
+            f = dt__flow_make(dt__redist_of(l.y, y, comm), l.y->shape, outside, pieces, 0);
+            l.y->flow = f ? &f->base : NULL;
+        }
+        *reduced = y && dt__linear_run_op(&l) ? y : NULL;
+    }
+    if (f) dt__flow_arrive(f->m.ctx, x->flow);
+    if (f && dt__flow_wait(f) != DT_OK) *reduced = NULL;
+    if (*reduced && !f) *reduced = dt__redist_data(l.y, *reduced, comm, DT_PARTIAL, outside);
+    return l.y;
+}
+
 static dt_tensor *dt__row_linear_at(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc desc,
     dt_comm *comm, dt_placement outside) {
     dt_tensor *residual = desc.residual;
@@ -1774,14 +2058,8 @@ static dt_tensor *dt__row_linear_at(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt
     }
     if (dt_comm_size(comm) == 1 || !x) return dt_linear_at(x, w, b, desc);
     desc.residual = NULL;
-    dt_tensor *sum = desc.adapters ? dt__linear_adapted(x, w, NULL, desc, DT__LINEAR_TRANSIENT)
-                                   : dt__linear(x, w, NULL, desc, NULL, DT__LINEAR_TRANSIENT, NULL);
-    dt_ctx *ctx = sum ? dt__float_op_context("dt_row_linear", 1, sum, b, residual) : NULL;
-    if (ctx && !dt__placement_expect("dt_row_linear", sum, (const dt_group *)comm, DT_PARTIAL,
-                   "shard x along its last dimension and w along dimension 1"))
-        return NULL;
-    dt_tensor *y = ctx ? dt__redist_new(sum, comm, DT_PARTIAL, outside, 0) : NULL;
-    if (!y) return NULL;
+    dt_tensor *y = NULL, *sum = dt__row_sum(x, w, desc, comm, outside, &y);
+    if (!y || !dt__float_op_context("dt_row_linear", 1, sum, b, residual)) return NULL;
     int64_t out = (int64_t)dt__last_dim(y);
     if (b && (b->dtype != y->dtype || b->shape.nd != 1 || b->shape.d[0] != out))
         return dt__mismatch(

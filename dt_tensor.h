@@ -1389,6 +1389,10 @@ struct dt_tensor { /* your code may read and print a tensor; only ops write it *
     int storage, grad_storage;
     /* if dimension 0 varies from step to step: its largest size, or DT__NO_BOUND; else 0 */
     int64_t max_rows;
+    /* NULL, or how `data` and `grad` move between ranks in pieces while ops compute (section 16) */
+    struct dt__flow *flow, *grad_flow;
+    int deferred_reads;      /* number of deferred weight halves that read `data` (section 18) */
+    int drop_after_deferred; /* 1: the last of them drops `data` */
 };
 
 typedef struct dt_init {
@@ -2071,6 +2075,7 @@ struct dt_node { /* one recorded op */
     void *saved;              /* data that the op saved for its backward */
     dt_block_state *child;    /* the block, if the node is a dt_block call; NULL for an op */
     dt_node *prev;
+    dt_node *next_deferred; /* in the list of deferred weight halves */
 };
 
 /* YOUR OWN OP. Make the output tensor, compute its data, then record the op with its backward:
@@ -3244,6 +3249,8 @@ struct dt_ctx {
     /* the first micro-batch of the step whose loss is not finite, -1 if there is none; on a device
        only known with check_finite */
     int bad_loss_micro;
+    struct dt__flow *arriving; /* list of the data that arrive in pieces */
+    dt_node *deferred;         /* ops whose weight half is deferred, oldest first */
     dt__stage_sizes *stage_sizes;
     int stage_capacity;
     dt__arena *grad_pool;
@@ -4933,8 +4940,68 @@ static void *dt__data_alloc(dt_tensor *t) {
     return t->data;
 }
 
+/* Data or a gradient that moves between ranks in pieces of rows, while ops compute with the other
+   pieces. dt_parallel.h makes the flows; dt_tensor.h knows only in which order the pieces come:
+
+       incoming    an op waits for piece 0, computes with its rows, waits for piece 1, ...
+       outgoing    an op computes the rows of piece 0, lets them leave, computes piece 1, ...
+
+   The array is (sequences, shards, rows, width). A piece is a range of the sequences * rows rows
+   of one shard, and these rows of all shards travel together. Without sequence parallelism there
+   is one sequence and one shard, so a piece is one range of rows. */
+typedef struct dt__flow dt__flow;
+struct dt__flow {
+    int incoming; /* 1: the pieces arrive; 0: they leave */
+    int pieces;
+    int done; /* pieces that have arrived, or that have left this rank */
+    int64_t sequences, shards, rows;
+    /* waits for piece `done`, or lets piece `done` leave, and counts it */
+    dt_status (*next)(dt__flow *flow);
+    struct dt__flow_product *products; /* incoming: products of the arriving rows, oldest first */
+    dt__flow *next_arriving;           /* in the list ctx->arriving */
+};
+
+/* Returns the first row of piece p within a shard. If there are enough sequences, a piece consists
+   of whole sequences, so its rows are one range of the array. */
+static int64_t dt__flow_bound(const dt__flow *f, int p) {
+    return f->sequences >= f->pieces ? f->sequences * p / f->pieces * f->rows
+                                     : f->sequences * f->rows * p / f->pieces;
+}
+
+/* Finds one range of rows of the array that belongs to piece p: the range that starts in shard
+   `shard` at row *at of the shard. Stores the range and moves *at behind it. */
+static void dt__flow_range(
+    const dt__flow *f, int p, int64_t shard, int64_t *at, int64_t *row, int64_t *count) {
+    int64_t end = dt__flow_bound(f, p + 1), sequence = *at / f->rows, in = *at % f->rows;
+    *count = f->rows - in < end - *at ? f->rows - in : end - *at;
+    *row = (sequence * f->shards + shard) * f->rows + in;
+    *at += *count;
+}
+
+static void dt__flow_run_products(dt_ctx *ctx, const dt__flow *f, int p);
+
+/* Waits for the next piece of incoming data, and multiplies its rows. */
+static void dt__flow_arrive_next(dt_ctx *ctx, dt__flow *f) {
+    f->next(f);
+    dt__flow_run_products(ctx, f, f->done - 1);
+}
+
+/* Waits for all pieces of incoming data. `f` may be NULL. */
+static dt_status dt__flow_arrive(dt_ctx *ctx, dt__flow *f) {
+    while (f && f->incoming && f->done < f->pieces) dt__flow_arrive_next(ctx, f);
+    return ctx->status;
+}
+
+/* Completes all data that arrive in pieces, and the products of their rows: before an op of the
+   user may read them, a block's parameters may be released, or other blocks run. */
+static void dt__flows_arrive(dt_ctx *ctx) {
+    for (dt__flow *f = ctx->arriving; f; f = f->next_arriving) dt__flow_arrive(ctx, f);
+    ctx->arriving = NULL;
+}
+
 /* Drops the data of t. The memory of DT__IN_ARENA is freed with the arena. */
 static void dt__data_drop(dt_tensor *t) {
+    dt__flow_arrive(t->ctx, t->flow);
     if (t->data && t->storage != DT__IN_ARENA && !t->shares) dt__buffer_release(t->ctx, t->data);
     t->data = NULL;
 }
@@ -4962,12 +5029,16 @@ enum { DT__GRAD_IN_ARENA = 0, DT__GRAD_OWN, DT__GRAD_TRANSIENT, DT__GRAD_KEPT };
 static void dt__grad_drop(dt_tensor *t, int at_reset) {
     if (t->grad_storage == DT__GRAD_IN_ARENA) return;
     if (t->grad_storage == DT__GRAD_KEPT && !at_reset) return;
+    dt__flow_arrive(t->ctx, t->grad_flow);
     dt__buffer_release(t->ctx, t->grad);
     t->grad = NULL;
 }
 
 /* Marks a tensor whose data a reset has freed. A later use fails (dt__fail_if_dropped). */
 static void dt__tensor_bury(dt_tensor *t) {
+    dt__flow_arrive(t->ctx, t->flow);
+    dt__flow_arrive(t->ctx, t->grad_flow);
+    t->flow = t->grad_flow = NULL;
     t->data = t->grad = NULL;
     t->base = NULL;
     t->producer = NULL;
@@ -5000,22 +5071,26 @@ static dt_status dt__ensure_storage(dt_ctx *ctx) {
     return ctx->buckets ? DT_OK : dt_buckets_make(ctx, defaults);
 }
 
-/* Makes the values of x readable if x is a parameter: allocates storage and gathers a sharded
-   bucket for `op`; NULL: outside of ops. If x is a view of a parameter, updates its data pointer
-   too. */
+/* Makes the values of x readable. Waits for a tensor that is still arriving. If x is a parameter,
+   allocates storage and gathers a sharded bucket for `op`; NULL: outside of ops. If x is a view of
+   a parameter, updates its data pointer too. */
 static dt_status dt__ensure_values(const char *op, dt_tensor *x) {
     dt_tensor *t = dt__owner(x);
     dt_ctx *ctx = t->ctx;
     dt_site outer = ctx->site, in_op = { op, 0 };
-    if (t->param && dt__ensure_storage(ctx) != DT_OK) return ctx->status;
+    if (!t->param) {
+        x->data = t->data;
+        return dt__flow_arrive(ctx, t->flow);
+    }
+    if (dt__ensure_storage(ctx) != DT_OK) return ctx->status;
     ctx->outside_op = !op;
     if (!outer.file) ctx->site = in_op;
-    if (t->param && !t->data)
+    if (!t->data)
         for (dt_listener *l = ctx->listeners; l; l = l->next)
             if (l->gather) l->gather(ctx, t->param->bucket, l->user);
     ctx->outside_op = 0;
     ctx->site = outer;
-    if (t->param && !t->data)
+    if (!t->data)
         return dt_fail(ctx, DT_ERR_ARG,
             "%s: its values are sharded over ranks, and nothing gathers "
             "them: dt_zero_free has run",
@@ -5030,7 +5105,7 @@ static dt_status dt__read_or_write(dt_tensor *t, void *host, const void *from) {
     dt_ctx *ctx = t->ctx;
     dt_param_info *param = dt__owner(t)->param; /* t may be a view */
     int gathered = param && !dt__owner(t)->data;
-    if (param && dt__ensure_values(NULL, t) != DT_OK) return ctx->status;
+    if (dt__ensure_values(NULL, t) != DT_OK) return ctx->status;
     dt__move(ctx, from ? t->data : host, from ? from : t->data, dt__bytes(t));
     if (ctx->status == DT_OK) dt__sync(ctx);
     if (param) dt__bucket_release(ctx, param->bucket, from != NULL, gathered);
@@ -5085,6 +5160,7 @@ static void dt__notify_reset(dt_ctx *ctx) {
 
 void dt_reset(dt_ctx *ctx) {
     if (!ctx || !ctx->root) return;
+    dt__flows_arrive(ctx);
     if (ctx->current != ctx->root) {
         dt_fail(ctx, DT_ERR_ARG, "dt_reset: inside a dt_block, whose tensors are in use");
         return;
@@ -5262,14 +5338,21 @@ static dt_tensor *dt__overwritten(dt_tensor *x, dt_tensor *y) {
     return y;
 }
 
+/* The output of an op of the user, which then reads the data of its inputs. */
+static dt_tensor *dt__new_own(dt_ctx *ctx, const dt_tensor *rows, dt_dtype dtype, dt_shape shape,
+    const char *name, int transient) {
+    if (ctx) dt__flows_arrive(ctx);
+    return dt__new_output(ctx, rows, dtype, shape, name, transient);
+}
+
 dt_tensor *dt_new(dt_ctx *ctx, dt_dtype dtype, dt_shape shape) {
-    return dt__new_output(ctx, NULL, dtype, shape, "tensor", 0);
+    return dt__new_own(ctx, NULL, dtype, shape, "tensor", 0);
 }
 dt_tensor *dt_new_rows(const dt_tensor *x, dt_dtype dtype, dt_shape shape) {
-    return x ? dt__new_output(x->ctx, x, dtype, shape, "tensor", 0) : NULL;
+    return x ? dt__new_own(x->ctx, x, dtype, shape, "tensor", 0) : NULL;
 }
 dt_tensor *dt_new_transient(dt_ctx *ctx, dt_dtype dtype, dt_shape shape) {
-    return dt__new_output(ctx, NULL, dtype, shape, "transient tensor", 1);
+    return dt__new_own(ctx, NULL, dtype, shape, "transient tensor", 1);
 }
 
 static const char *dt__kept_name(const dt_tensor *t);
@@ -5447,6 +5530,7 @@ static dt_node *dt__record(dt_tensor *out, dt_ctx *ctx, const dt_record_desc *d)
         needed |= d->in[i]->needs_grad;
         dt__owner(d->in[i])->readers++;
     }
+    if (ctx->check_finite && out && dt__flow_arrive(ctx, out->flow) != DT_OK) return NULL;
     if (ctx->check_finite && dt__check_output(ctx, d->name, d->in, n, out) != DT_OK) return NULL;
     if (!needed) return NULL;
     if (ctx->root->backward_done && !ctx->recomputing) {
@@ -6405,10 +6489,12 @@ static dt_tensor *dt__block_run(dt_block_state *b, dt_block_fn fn, dt_tensor *x,
     dt_ctx *ctx = b->ctx;
     dt_block_state *outer = ctx->current;
     uint64_t fingerprint = ctx->fingerprint;
+    dt__flows_arrive(ctx); /* those of the outer block */
     ctx->current = b;
     ctx->fingerprint = 0;
     dt__notify_phase(ctx, b, DT_FORWARD, 1);
     dt_tensor *y = fn(x, user);
+    dt__flows_arrive(ctx);
     dt__notify_phase(ctx, b, DT_FORWARD, 0);
     ctx->current = outer;
     dt__block_end_forward(b, y);
@@ -6650,6 +6736,7 @@ static void dt__node_uses_done(dt_ctx *ctx, const dt_node *n) {
     }
 }
 
+static dt_status dt__linear_back(dt_node *n);
 static dt_status dt__block_rerun(dt_block_state *b, dt_tensor *x);
 
 /* Makes dropped data again: those of a tensor by the op that made it, those of a recomputed block
@@ -6683,9 +6770,15 @@ static dt_status dt__make_readable(dt_ctx *ctx, dt_tensor *x) {
 /* Makes the inputs of a node readable for its backward: makes the dropped tensors again that this
    backward, or this half of it, reads, and gathers parameters. */
 static dt_status dt__make_inputs_readable(dt_ctx *ctx, dt_node *n, dt_phase phase) {
-    unsigned unread = n->unread_inputs | (phase == DT_BACKWARD_INPUT ? n->weight_inputs : 0);
+    /* a deferred weight half follows soon: its input travels while the input half is computed */
+    int is_split = phase == DT_BACKWARD_INPUT && ctx->root->backward_done == DT__INPUT_HALF_DONE;
+    unsigned unread = n->unread_inputs | (is_split ? n->weight_inputs : 0);
     for (int i = 0; i < n->n_in; i++) {
         if (!(unread >> i & 1) && dt__make_readable(ctx, n->in[i]) != DT_OK) return dt_error(ctx);
+        /* a linear op computes dx while x is still arriving */
+        if (n->in[i] && n->backward != dt__linear_back &&
+            dt__flow_arrive(ctx, dt__owner(n->in[i])->flow) != DT_OK)
+            return dt_error(ctx);
         if (n->in[i] && dt__owner(n->in[i])->param && dt__ensure_values(n->name, n->in[i]) != DT_OK)
             return dt_error(ctx);
     }
@@ -6707,6 +6800,7 @@ static dt_status dt__check_grads(dt_ctx *ctx, const dt_node *n) {
                                           : NULL;
         /* what ops write to the padding of a slice does not count */
         if (t->param && grad) dt__zero_padding(ctx, t->param, dtype, grad);
+        if (dt__flow_arrive(ctx, t->grad_flow) != DT_OK) return dt_error(ctx);
         int64_t at = dt__find_bad(ctx, dtype, grad, dt_count(t->shape), 1);
         if (at < 0) continue;
         const dt_tensor *y = n->out ? dt__owner(n->out) : NULL;
@@ -6743,15 +6837,8 @@ static void dt__drop_after_input_half(const dt_node *n, int weights) {
     if (!weights || n->unread_inputs & DT__UNREAD_OUTPUT) dt__data_drop(out);
 }
 
-static void dt__node_backward(dt_ctx *ctx, dt_node *n, dt_phase phase) {
-    if (n->child) {
-        dt_block_state *b = n->child;
-        if (b->fn && phase != DT_BACKWARD_WEIGHT) dt__make_again(ctx, n);
-        if (ctx->status == DT_OK) dt__block_backward(b->fn ? b->rerun : b, phase);
-        if (ctx->status == DT_OK && b->fn && phase != DT_BACKWARD_INPUT)
-            dt__block_drop(ctx, b->rerun);
-        return;
-    }
+/* Runs the backward of an op, or one half of it. */
+static void dt__op_backward(dt_ctx *ctx, dt_node *n, dt_phase phase) {
     n->want = 0;
     /* without an output the node is an auxiliary loss, whose backward needs no output gradient */
     int reached = !n->out || dt__owner(n->out)->grad, weights = 0;
@@ -6762,19 +6849,113 @@ static void dt__node_backward(dt_ctx *ctx, dt_node *n, dt_phase phase) {
         weights |= is_weight;
         if (phase == DT_BACKWARD || is_weight == (phase == DT_BACKWARD_WEIGHT)) n->want |= 1u << i;
     }
-    if (n->want) {
+    /* a linear op waits for the pieces of its output's gradient itself */
+    if (n->out && (!n->want || n->backward != dt__linear_back))
+        dt__flow_arrive(ctx, dt__owner(n->out)->grad_flow);
+    if (n->want && ctx->status == DT_OK) {
         dt_status status = dt__make_inputs_readable(ctx, n, phase);
         if (status == DT_OK) status = n->backward(n);
         if (status == DT_OK) status = dt__widen_grads(ctx, n);
         if (status != DT_OK) dt_fail(ctx, status, "backward of %s", n->name);
         if (ctx->check_finite && ctx->status == DT_OK) dt__check_grads(ctx, n);
     }
-    if (n->out && (n->out->storage == DT__TRANSIENT || n->out->storage == DT__RECOMPUTED))
+    int is_dropped =
+        n->out && (n->out->storage == DT__TRANSIENT || n->out->storage == DT__RECOMPUTED);
+    if (n->out && n->out->deferred_reads)
+        n->out->drop_after_deferred = is_dropped;
+    else if (is_dropped)
         dt__data_drop(n->out);
     /* the weight half of the backward still reads the gradient of an output of weights */
     if (n->out && (phase != DT_BACKWARD_INPUT || !weights)) dt__grad_drop(n->out, 0);
     if (phase != DT_BACKWARD_INPUT) dt__node_uses_done(ctx, n);
     if (phase == DT_BACKWARD_INPUT) dt__drop_after_input_half(n, weights);
+}
+
+/* Deferred weight halves. While the gradient of a layer's input is on its way to or from other
+   ranks (dt__flow), the backward has nothing to do but products of weight gradients. So a linear op
+   with such traffic runs its input half at once and its weight half later, when the backward is
+   about to wait for traffic. When that is depends on the program only, never on time, so all ranks
+   run the same operations in the same order, and a dry run counts the same memory:
+
+       products    dx2 | dx1 | dw2 | (wait) | dw1 | ...
+       link              | dx1 ---------- |   | dy of the next layer |
+
+   The halves run in the order of the backward, before the block's backward ends. */
+
+/* Returns 1 if the op's backward runs in two halves because its gradients travel in pieces. */
+static int dt__defers_weights(const dt_ctx *ctx, const dt_node *n, dt_phase phase) {
+    if (phase != DT_BACKWARD || n->backward != dt__linear_back || ctx->check_finite) return 0;
+    const dt_tensor *x = n->in[0], *w = n->in[1];
+    int travels = n->out->flow || n->out->grad_flow || x->grad_flow;
+    return travels && x->needs_grad && !dt__owner(n->in[0])->param && w->needs_grad;
+}
+
+/* Counts a deferred weight half that reads x (change 1), or the end of one (-1), after which x may
+   be dropped. A transient x is made again from its op's inputs, so these stay too. */
+static void dt__count_deferred(dt_tensor *x, int change) {
+    dt_tensor *t = dt__owner(x);
+    const dt_node *n = t->storage == DT__TRANSIENT ? t->producer : NULL;
+    t->deferred_reads += change;
+    if (t->deferred_reads == 0 && t->drop_after_deferred) dt__data_drop(t);
+    if (t->shares) dt__count_deferred(t->shares, change);
+    for (int i = 0; n && i < n->n_in && !t->shares; i++)
+        if (n->in[i]) dt__count_deferred(n->in[i], change);
+}
+
+static void dt__defer_weights(dt_ctx *ctx, dt_node *n) {
+    dt_node **at = &ctx->deferred;
+    while (*at) at = &(*at)->next_deferred;
+    *at = n;
+    n->next_deferred = NULL;
+    dt__count_deferred(n->in[0], 1);
+}
+
+/* Returns 1 if an op of the block whose backward comes after n's has traffic. */
+static int dt__traffic_follows(const dt_node *n) {
+    for (n = n ? n->prev : NULL; n; n = n->prev)
+        if (n->backward == dt__linear_back && (n->out->flow || n->in[0]->grad_flow)) return 1;
+    return 0;
+}
+
+/* Runs deferred weight halves, the oldest first. If the caller is about to wait for the gradient of
+   node n, leaves the newest half for the traffic of the block's next layer. n NULL: runs all. */
+static void dt__run_deferred(dt_ctx *ctx, const dt_node *n) {
+    int keep = dt__traffic_follows(n), count = 0;
+    for (const dt_node *d = ctx->deferred; d; d = d->next_deferred) count++;
+    for (; count > keep; count--) {
+        dt_node *first = ctx->deferred;
+        ctx->deferred = first->next_deferred;
+        if (ctx->status == DT_OK) dt__op_backward(ctx, first, DT_BACKWARD_WEIGHT);
+        dt__count_deferred(first->in[0], -1);
+    }
+}
+
+/* Returns 1 if a deferred weight half and the op n use the same parameter: its gradient is summed
+   in the order of the backward. */
+static int dt__shares_deferred(const dt_ctx *ctx, const dt_node *n) {
+    for (const dt_node *d = ctx->deferred; d; d = d->next_deferred)
+        for (int i = 0; i < n->n_in; i++)
+            for (int k = 1; k < 3; k++)
+                if (n->in[i] && d->in[k] && dt__owner(n->in[i]) == dt__owner(d->in[k])) return 1;
+    return 0;
+}
+
+static void dt__node_backward(dt_ctx *ctx, dt_node *n, dt_phase phase) {
+    if (n->child) {
+        dt_block_state *b = n->child;
+        if (b->fn && phase != DT_BACKWARD_WEIGHT) dt__make_again(ctx, n);
+        if (ctx->status == DT_OK) dt__block_backward(b->fn ? b->rerun : b, phase);
+        if (ctx->status == DT_OK && b->fn && phase != DT_BACKWARD_INPUT)
+            dt__block_drop(ctx, b->rerun);
+        return;
+    }
+    if (dt__shares_deferred(ctx, n)) dt__run_deferred(ctx, NULL);
+    if (!dt__defers_weights(ctx, n, phase)) {
+        dt__op_backward(ctx, n, phase);
+        return;
+    }
+    dt__op_backward(ctx, n, DT_BACKWARD_INPUT);
+    dt__defer_weights(ctx, n);
 }
 
 /* Returns a description of a tensor: "dt_add f32 (2,3)". */
@@ -6840,6 +7021,7 @@ static void dt__block_backward(dt_block_state *b, dt_phase phase) {
     dt__notify_phase(ctx, b, phase, 1);
     for (dt_node *n = b->newest; n && ctx->status == DT_OK; n = n->prev)
         dt__node_backward(ctx, n, phase);
+    dt__run_deferred(ctx, NULL);
     dt__notify_phase(ctx, b, phase, 0);
     if (phase != DT_BACKWARD_INPUT && b != ctx->root)
         dt__arena_release(ctx, &ctx->grad_pool, &b->grads);
@@ -6883,7 +7065,8 @@ static dt_status dt__backward_begin(dt_tensor *loss, dt_phase phase) {
             "add losses with dt_loss, and call dt_reset before the next forward",
             loss->name);
     ctx->root->backward_done = phase == DT_BACKWARD_INPUT ? DT__INPUT_HALF_DONE : DT__BACKWARD_DONE;
-    return DT_OK;
+    dt__flows_arrive(ctx);
+    return ctx->status;
 }
 
 static dt_status dt__backward_check(dt_tensor *y, dt_tensor *grad, dt_phase phase) {
@@ -7172,10 +7355,9 @@ static dt_ctx *dt__null_input(const char *op, dt_tensor *a, dt_tensor *b, dt_ten
     return NULL;
 }
 
-/* Returns the inputs' context, or NULL if the op cannot run: one of the first n inputs is NULL, the
-   context has failed, an input belongs to another context, or an input's data was freed. Allocates
-   and gathers the values of an input that is a parameter. Other inputs may be NULL. */
-static dt_ctx *dt__op_context(const char *op, int n, dt_tensor *a, dt_tensor *b, dt_tensor *c) {
+/* dt__op_context for an op that waits for input i itself, in pieces, if bit i of in_pieces is 1. */
+static dt_ctx *dt__op_context_at(
+    const char *op, int n, dt_tensor *a, dt_tensor *b, dt_tensor *c, unsigned in_pieces) {
     dt_tensor *all[3] = { a, b, c };
     if (!a || (n > 1 && !b) || (n > 2 && !c)) return dt__null_input(op, a, b, c);
     dt_ctx *ctx = a->ctx;
@@ -7188,9 +7370,18 @@ static dt_ctx *dt__op_context(const char *op, int n, dt_tensor *a, dt_tensor *b,
             return NULL;
         }
         if (dt__fail_if_dropped(op, all[i])) return NULL;
-        if (dt__ensure_values(op, all[i]) != DT_OK) return NULL;
+        int arrives = in_pieces >> i & 1 && !dt__owner(all[i])->param;
+        if (!arrives && dt__ensure_values(op, all[i]) != DT_OK) return NULL;
     }
     return ctx;
+}
+
+/* Returns the inputs' context, or NULL if the op cannot run: one of the first n inputs is NULL, the
+   context has failed, an input belongs to another context, or an input's data was freed. Allocates
+   and gathers the values of an input that is a parameter, and waits for an input that is still
+   arriving. Other inputs may be NULL. */
+static dt_ctx *dt__op_context(const char *op, int n, dt_tensor *a, dt_tensor *b, dt_tensor *c) {
+    return dt__op_context_at(op, n, a, b, c, 0);
 }
 
 /* Fails the context with a text that gives the shapes and types of both tensors. Returns NULL. */
@@ -7217,13 +7408,17 @@ static dt_tensor *dt__shape_error(const char *op, const dt_tensor *x, const char
     return NULL;
 }
 
-/* Like dt__op_context, but it also fails the context and returns NULL if x holds integers. */
-static dt_ctx *dt__float_op_context(
-    const char *op, int n, dt_tensor *x, dt_tensor *b, dt_tensor *c) {
-    dt_ctx *ctx = dt__op_context(op, n, x, b, c);
+/* Like dt__op_context_at, but it also fails the context and returns NULL if x holds integers. */
+static dt_ctx *dt__float_op_context_at(
+    const char *op, int n, dt_tensor *x, dt_tensor *b, dt_tensor *c, unsigned in_pieces) {
+    dt_ctx *ctx = dt__op_context_at(op, n, x, b, c, in_pieces);
     if (!ctx || !dt__integer(x->dtype)) return ctx;
     dt__shape_error(op, x, "not for integers");
     return NULL;
+}
+static dt_ctx *dt__float_op_context(
+    const char *op, int n, dt_tensor *x, dt_tensor *b, dt_tensor *c) {
+    return dt__float_op_context_at(op, n, x, b, c, 0);
 }
 
 /* Finds the first index outside [min, n) and fails the context with the value and the position of
@@ -7288,6 +7483,96 @@ static dt_status dt__matmul(dt_ctx *ctx, const char *op, const char *operand, dt
                   : ctx->status;
 }
 
+/* Returns the address of an element of an array. */
+static void *dt__element(const void *array, dt_dtype dtype, int64_t index) {
+    return (char *)array + index * (int64_t)dt_dtype_size(dtype);
+}
+
+/* dt__matmul for `count` of the rows of c and of the operands that have a row for each row of c. */
+static dt_status dt__matmul_rows(dt_ctx *ctx, const char *op, const char *operand, dt_matmul_args a,
+    int64_t row, int64_t count) {
+    a.m = count;
+    a.a = dt__element(a.a, a.dtype, row * a.k);
+    a.c = dt__element(a.c, a.dtype, row * a.n);
+    if (a.residual) a.residual = dt__element(a.residual, a.dtype, row * a.n);
+    if (a.pre_activation) a.pre_activation = dt__element(a.pre_activation, a.dtype, row * a.n);
+    return dt__matmul(ctx, op, operand, a);
+}
+
+/* Overlap of communication and computation: a product whose operand a arrives in pieces or whose
+   result c leaves in pieces (Megatron-LM's tp-comm-overlap; PyTorch's async TP). The traffic of one
+   piece runs while the rows of another piece are multiplied:
+
+       a arrives     link      | a0 | a1 | a2 |          c leaves            | c0 | c1 | c2 |
+                     product        | a0 | a1 | a2 |               | c0 | c1 | c2 |
+
+   In the forward the products of arriving rows wait in a list, and each piece runs through all of
+   them: through the three products of q, k and v, or through both products of an MLP, whose sums
+   then leave in pieces. The first reader that is no product completes them all.
+
+   An element of c depends on its row, its column and K only, so the bits are those of one
+   product. */
+typedef struct dt__flow_product {
+    const char *op, *operand;
+    dt_matmul_args a;
+    dt__flow *leaves; /* the flow of c; may be NULL */
+    struct dt__flow_product *next;
+} dt__flow_product;
+
+/* Multiplies the rows of piece p of a flow, and lets the piece of the result leave. */
+static dt_status dt__flow_multiply(
+    dt_ctx *ctx, const dt__flow *f, int p, const dt__flow_product *product) {
+    int64_t begin = dt__flow_bound(f, p), end = dt__flow_bound(f, p + 1), row, count;
+    const char *op = product->op, *operand = product->operand;
+    if (f->sequences >= f->pieces || f->shards == 1) {
+        dt__matmul_rows(ctx, op, operand, product->a, begin * f->shards, (end - begin) * f->shards);
+    } else {
+        for (int64_t shard = 0; shard < f->shards; shard++)
+            for (int64_t at = begin; at < end && ctx->status == DT_OK;) {
+                dt__flow_range(f, p, shard, &at, &row, &count);
+                dt__matmul_rows(ctx, op, operand, product->a, row, count);
+            }
+    }
+    if (ctx->status == DT_OK && product->leaves) product->leaves->next(product->leaves);
+    return ctx->status;
+}
+
+/* Runs the products of piece p, which has arrived. */
+static void dt__flow_run_products(dt_ctx *ctx, const dt__flow *f, int p) {
+    for (const dt__flow_product *t = f->products; t && ctx->status == DT_OK; t = t->next)
+        dt__flow_multiply(ctx, f, p, t);
+}
+
+/* Appends a product of the arriving rows of f, in a block's forward. Returns 0 if that is not
+   possible: f has begun to arrive, or the result leaves in other pieces. */
+static int dt__flow_append(dt_ctx *ctx, dt__flow *f, dt__flow_product product) {
+    const dt__flow *leaves = product.leaves;
+    dt__flow_product **at = &f->products, *copy;
+    if (f->done > 0 || ctx->current == ctx->root) return 0;
+    if (leaves && (leaves->pieces != f->pieces || leaves->sequences != f->sequences ||
+                      leaves->shards != f->shards || leaves->rows != f->rows))
+        return 0;
+    if (!(copy = (dt__flow_product *)dt__meta(ctx, sizeof *copy))) return 0;
+    while (*at) at = &(*at)->next;
+    *copy = product;
+    *at = copy;
+    return 1;
+}
+
+/* Runs a product in the pieces of the flows, either of which may be NULL. */
+static dt_status dt__matmul_flow(dt_ctx *ctx, const char *op, const char *operand, dt_matmul_args a,
+    dt__flow *arrives, dt__flow *leaves) {
+    const dt__flow_product product = { op, operand, a, leaves, NULL };
+    if (arrives && leaves && dt__flow_arrive(ctx, arrives) != DT_OK) return dt_error(ctx);
+    dt__flow *f = leaves ? leaves : arrives;
+    if (!f || f->done == f->pieces) return dt__matmul(ctx, op, operand, a);
+    for (int p = 0; p < f->pieces && ctx->status == DT_OK; p++) {
+        while (f->incoming && f->done <= p) dt__flow_arrive_next(ctx, f);
+        if (ctx->status == DT_OK) dt__flow_multiply(ctx, f, p, &product);
+    }
+    return ctx->status;
+}
+
 /* Adds g to the gradient of in[i], or stores it if it is the first gradient of in[i]. */
 static dt_status dt__add_grad(dt_node *n, int i, const void *g) {
     dt_tensor *t = n->in[i];
@@ -7318,6 +7603,9 @@ typedef struct dt__linear_saved {
     int activation_grad_done;  /* 1 if pre_activation->grad has been computed */
     const int64_t *rows;       /* number of rows of each group; NULL: one group of all rows */
     int flags;                 /* DT__LINEAR_* */
+    /* 1: no op has read x before this one, so this op's backward is the last that adds to x's
+       gradient, whose pieces may leave */
+    int completes_input_grad;
 } dt__linear_saved;
 
 enum {
@@ -7326,8 +7614,6 @@ enum {
        the op still reads the bias, so that its gradient is complete at the same op on all ranks. */
     DT__LINEAR_NO_BIAS = 2
 };
-
-static dt_status dt__linear_back(dt_node *n);
 
 /* Sizes of the products of a linear op: each group of rows is multiplied by a matrix (out,in). */
 typedef struct dt__linear_sizes {
@@ -7357,11 +7643,6 @@ static dt__linear_sizes dt__linear_sizes_of(const dt_tensor *w, const int64_t *r
 
 static int64_t dt__group_rows(const dt_tensor *x, const int64_t *rows, int64_t group) {
     return rows ? rows[group] : (int64_t)dt__row_count(x);
-}
-
-/* Returns the address of an element of an array. */
-static void *dt__element(const void *array, dt_dtype dtype, int64_t index) {
-    return (char *)array + index * (int64_t)dt_dtype_size(dtype);
 }
 
 /* Returns the address of an element of a weight, at which a block begins if it is quantised. */
@@ -7427,6 +7708,8 @@ static dt_status dt__linear_back_groups(
     dt_tensor *x = n->in[0], *w = n->in[1];
     dt_dtype type = x->dtype;
     dt__linear_sizes s = dt__linear_sizes_of(w, rows);
+    dt__flow *arrives = rows ? NULL : n->out->grad_flow;
+    dt__flow *leaves = saved->completes_input_grad && !rows ? x->grad_flow : NULL;
     for (int64_t g = 0, at = 0; dx.c && g < s.groups; at += dt__group_rows(x, rows, g++)) {
         dt_matmul_args a = dx;
         a.c = dt__element(dx.c, dt__wide(type, dx.wide), at * s.in);
@@ -7435,8 +7718,13 @@ static dt_status dt__linear_back_groups(
         a.b_quant = dt__quant_of(w);
         a.m = dt__group_rows(x, rows, g);
         if (dx.pre_activation) a.pre_activation = dt__element(dx.pre_activation, type, at * s.in);
-        if (dt__matmul(x->ctx, n->name, NULL, a) != DT_OK) return dt_error(x->ctx);
+        if (dt__matmul_flow(x->ctx, n->name, NULL, a, arrives, leaves) != DT_OK)
+            return dt_error(x->ctx);
     }
+    /* dw sums over all rows of d and x, so its chain is that of one product */
+    if (dt__flow_arrive(x->ctx, n->out->grad_flow) != DT_OK ||
+        ((dw.c || db.out) && dt__flow_arrive(x->ctx, dt__owner(x)->flow) != DT_OK))
+        return dt_error(x->ctx);
     /* the scratch for dw = d^T x depends on the number of rows, and takes the most rows from the
        beginning */
     int64_t most = (int64_t)(dt__reserved_bytes(x) / dt_dtype_size(type)) / (s.in ? s.in : 1);
@@ -7476,15 +7764,20 @@ static dt_status dt__linear_back(dt_node *n) {
         (!w->needs_grad || dt_wants(n, 1)) && (!b || !b->needs_grad || dt_wants(n, 2)) &&
         (!x->needs_grad || dt_wants(n, 0)); /* 1 if the backward is not split in two halves */
     int no_activation = !((dt__linear_saved *)n->saved)->pre_activation;
+    /* these read the whole gradient before the first product does */
+    if ((!no_activation || ((dt__linear_saved *)n->saved)->rows) &&
+        dt__flow_arrive(ctx, n->out->grad_flow) != DT_OK)
+        return dt_error(ctx);
     if (dt_wants(n, 3) && !no_activation && dt__pass_grad(n, 3, 0) != DT_OK) return dt_error(ctx);
     void *d = dt__linear_activation_grad(n);
     /* nothing reads these data again, unless the weight half of a later op reads the output */
-    int read_again =
-        n->out->storage == DT__RECOMPUTED && ctx->root->backward_done == DT__INPUT_HALF_DONE;
+    int read_again = n->out->storage == DT__RECOMPUTED &&
+                     (n->out->deferred_reads || ctx->root->backward_done == DT__INPUT_HALF_DONE);
     if (d && !no_activation && !read_again)
         dt__data_drop(((dt__linear_saved *)n->saved)->pre_activation);
     if (!d || (dt_wants(n, 0) && !(dx.c = dt__grad_wide(n, 0, &dx.accumulate, &dx.wide))))
         return dt_error(ctx);
+    if (dx.c && n->out->grad_flow) dt__run_deferred(ctx, NULL);
     if (dx.c) dt__linear_fuse_input_grad(n, &dx);
     if (dt_wants(n, 1) && !(dw.c = dt__grad_wide(n, 1, &dw.accumulate, &dw.wide)))
         return dt_error(ctx);
@@ -7562,7 +7855,13 @@ static dt_status dt__linear_run(const char *op, dt_tensor *x, dt_tensor *w, dt_t
         a.bias = b ? dt__element(b->data, type, g * s.out) : NULL;
         a.residual = residual ? dt__element(residual->data, type, at * s.out) : NULL;
         if (pre_activation) a.pre_activation = dt__element(pre_activation->data, type, at * s.out);
-        if (dt__matmul(x->ctx, op, w->name, a) != DT_OK) return dt_error(x->ctx);
+        const dt__flow_product product = { op, w->name, a, y->flow, NULL };
+        int arrives = !rows && x->flow && x->flow->done < x->flow->pieces;
+        if (arrives && dt__flow_append(x->ctx, x->flow, product)) {
+            if (!y->flow) y->flow = x->flow;
+            if (pre_activation) pre_activation->flow = x->flow;
+        } else if (dt__matmul_flow(x->ctx, op, w->name, a, x->flow, y->flow) != DT_OK)
+            return dt_error(x->ctx);
     }
     return DT_OK;
 }
@@ -7596,52 +7895,85 @@ static dt_status dt__linear_recompute(dt_node *n) {
     return DT__KERNEL(n->out->ctx, n->name, unary, &a);
 }
 
-/* dt_linear_at or, if `rows` is not NULL, dt_grouped_linear. `flags` has bits DT__LINEAR_*. If
-   bias_group is not NULL, only its rank 0 adds the bias, so the bias is a partial sum over it. */
-static dt_tensor *dt__linear(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc desc,
-    const int64_t *rows, int flags, const dt_group *bias_group) {
-    const char *op = rows ? "dt_grouped_linear" : "dt_linear";
-    dt_ctx *ctx = dt__float_op_context(op, 2, x, w, b);
+/* A linear op between its two steps: dt__linear_make makes the output, dt__linear_run_op computes
+   and records it. In between, the output may get a flow, in which its rows leave. */
+typedef struct dt__linear_op {
+    dt_tensor *x, *w, *b;
+    dt_linear_desc desc;
+    const int64_t *rows; /* not NULL: dt_grouped_linear */
+    int flags;           /* bits DT__LINEAR_* */
+    int recomputes;      /* the output is computed again from the pre-activation */
+    dt_tensor *y, *pre_activation;
+} dt__linear_op;
+
+static const char *dt__linear_name(const dt__linear_op *l) {
+    return l->rows ? "dt_grouped_linear" : "dt_linear";
+}
+
+/* Checks the inputs and makes l->y. If bias_group is not NULL, only its rank 0 adds the bias, so
+   the bias is a partial sum over it. Returns 0 after a failure. */
+static int dt__linear_make(dt__linear_op *l, const dt_group *bias_group) {
+    const char *op = dt__linear_name(l);
+    dt_tensor *x = l->x, *w = l->w, *b = l->b;
+    dt_linear_desc desc = l->desc;
+    const unsigned in_pieces = !l->rows && x && !x->base;
+    dt_ctx *ctx = dt__float_op_context_at(op, 2, x, w, b, in_pieces);
     dt_shape shape;
-    if (!ctx || (desc.residual && !dt__op_context(op, 1, x, desc.residual, NULL))) return NULL;
-    if (!dt__linear_fits(op, x, w, b, desc.residual, rows, &shape)) return NULL;
-    if (desc.adapters) {
-        dt_fail(ctx, DT_ERR_UNSUPPORTED, "%s(%s): a grouped layer has no adapters", op, w->name);
-        return NULL;
-    }
-    if (desc.activation < 0 || desc.activation >= DT_ACT_AFFINE) {
-        dt_fail(ctx, DT_ERR_ARG, "%s(%s): activation %d", op, w->name, desc.activation);
-        return NULL;
-    }
+    if (!ctx || (desc.residual && !dt__op_context_at(op, 1, x, desc.residual, NULL, in_pieces)))
+        return 0;
+    if (!dt__linear_fits(op, x, w, b, desc.residual, l->rows, &shape)) return 0;
+    if (desc.adapters)
+        return dt_fail(ctx, DT_ERR_UNSUPPORTED, "%s(%s): a grouped layer has no adapters", op,
+                   w->name) == DT_OK;
+    if (desc.activation < 0 || desc.activation >= DT_ACT_AFFINE)
+        return dt_fail(ctx, DT_ERR_ARG, "%s(%s): activation %d", op, w->name, desc.activation) ==
+               DT_OK;
     int keep_pre_activation = desc.activation && !ctx->no_grad &&
                               (x->needs_grad || w->needs_grad || (b && b->needs_grad));
-    int recomputes = keep_pre_activation && !desc.residual && !dt__narrow(x->dtype);
-    dt_tensor *y = dt__new_output(ctx, x, x->dtype, shape, op,
-        flags & DT__LINEAR_TRANSIENT ? DT__TRANSIENT
-        : recomputes                 ? DT__RECOMPUTED
-                                     : DT__IN_ARENA);
-    if (bias_group && bias_group->rank > 0) flags |= DT__LINEAR_NO_BIAS;
-    dt_tensor *pre_activation = NULL, *added = flags & DT__LINEAR_NO_BIAS ? NULL : b;
-    if (!dt__propagate_linear(op, y, x, w, b, desc, rows != NULL, bias_group)) return NULL;
-    if (keep_pre_activation &&
-        !(pre_activation = dt__new_output(ctx, x, x->dtype, shape, "pre_activation", 0)))
+    l->recomputes = keep_pre_activation && !desc.residual && !dt__narrow(x->dtype);
+    l->y = dt__new_output(ctx, x, x->dtype, shape, op,
+        l->flags & DT__LINEAR_TRANSIENT ? DT__TRANSIENT
+        : l->recomputes                 ? DT__RECOMPUTED
+                                        : DT__IN_ARENA);
+    if (bias_group && bias_group->rank > 0) l->flags |= DT__LINEAR_NO_BIAS;
+    if (!dt__propagate_linear(op, l->y, x, w, b, desc, l->rows != NULL, bias_group)) return 0;
+    if (keep_pre_activation)
+        l->pre_activation = dt__new_output(ctx, x, x->dtype, shape, "pre_activation", 0);
+    return !keep_pre_activation || l->pre_activation;
+}
+
+static dt_tensor *dt__linear_run_op(const dt__linear_op *l) {
+    const char *op = dt__linear_name(l);
+    dt_tensor *x = l->x, *w = l->w, *b = l->b;
+    dt_ctx *ctx = x->ctx;
+    if (dt__linear_run(op, x, w, l->flags & DT__LINEAR_NO_BIAS ? NULL : b, l->desc, l->rows, l->y,
+            l->pre_activation) != DT_OK)
         return NULL;
-    if (dt__linear_run(op, x, w, added, desc, rows, y, pre_activation) != DT_OK) return NULL;
-    dt__linear_saved saved = { desc.activation, pre_activation, 0, NULL, flags };
+    dt__linear_saved saved = { .activation = l->desc.activation,
+        .pre_activation = l->pre_activation,
+        .flags = l->flags,
+        .completes_input_grad = dt__owner(x)->readers == 0 };
     dt_record_desc d = dt__make_record(op, x, w, b, dt__linear_back, sizeof saved);
-    d.in[3] = desc.residual;
+    d.in[3] = l->desc.residual;
     d.n_in = 4;
     d.unread_inputs = 1u << 3 | DT__UNREAD_OUTPUT;
-    size_t bytes = rows && !ctx->no_grad ? (size_t)w->shape.d[0] * sizeof *rows : 0;
+    size_t bytes = l->rows && !ctx->no_grad ? (size_t)w->shape.d[0] * sizeof *l->rows : 0;
     void *copy = bytes ? dt__meta(ctx, bytes) : NULL;
-    if (copy) saved.rows = (const int64_t *)memcpy(copy, rows, bytes);
-    if (recomputes) d.recompute = dt__linear_recompute;
-    y = dt__record_with(y, d, &saved);
+    if (copy) saved.rows = (const int64_t *)memcpy(copy, l->rows, bytes);
+    if (l->recomputes) d.recompute = dt__linear_recompute;
+    dt_tensor *y = dt__record_with(l->y, d, &saved);
     if (!y || !y->producer) return y;
-    y->producer->recompute_from_saved = recomputes;
+    y->producer->recompute_from_saved = l->recomputes;
     /* x, unless w is an activation, whose gradient belongs to the input half */
     y->producer->weight_inputs = dt__owner(w)->param != NULL;
     return y;
+}
+
+/* dt_linear_at or, if `rows` is not NULL, dt_grouped_linear. */
+static dt_tensor *dt__linear(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc desc,
+    const int64_t *rows, int flags, const dt_group *bias_group) {
+    dt__linear_op l = { x, w, b, desc, rows, flags, 0, NULL, NULL };
+    return dt__linear_make(&l, bias_group) ? dt__linear_run_op(&l) : NULL;
 }
 
 dt_tensor *dt_grouped_linear(

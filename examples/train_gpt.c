@@ -238,6 +238,8 @@ enum { BUILT, NOT_BUILT };
     X(EXPERT_TP, "expert-tp", TEXT, BUILT, "off", 0, 0, "off|N", \
         "expert folding: N ranks shard an expert, ep is no factor of ranks") \
     X(SP, "sp", SWITCH, BUILT, "off", 0, 0, "on|off", "sequence parallel: --tp shards tokens too") \
+    X(TP_OVERLAP, "tp-overlap", INT, BUILT, "0", 0, 1024, "N", \
+        "overlap of --tp traffic and products, in N pieces") \
     X(CP_KIND, "cp-kind", WORD, BUILT, "ring", 0, 0, "ring|zigzag|allgather|ulysses", "with --cp") \
     X(SCHEDULE, "schedule", WORD, BUILT, "1f1b", 0, 0, \
         "naive|afab|1f1b|interleaved|zb|zbv|dualpipe-v|FILE", \
@@ -2061,7 +2063,8 @@ static int replicas_of(dt_mesh_desc mesh) { return mesh.dp * (mesh.expert_tp ? 1
 static dt_mesh_desc resolve_mesh(value *v) {
     char why[256];
     dt_mesh_desc sizes = { int_of(v, O_DP), int_of(v, O_TP), int_of(v, O_CP), int_of(v, O_PP),
-        int_of(v, O_EP), (int)number_or_word(v, O_EXPERT_TP, "off", 1024, 1) };
+        int_of(v, O_EP), (int)number_or_word(v, O_EXPERT_TP, "off", 1024, 1),
+        int_of(v, O_TP_OVERLAP) };
     memcpy(launched.summary, launched.launcher.text, sizeof launched.launcher.text);
     resolve_device(v);
     if (is_tcp(v))
@@ -2480,6 +2483,7 @@ static const struct {
     NEEDS(MOE_FFN, EXPERTS, NULL, "--experts E"),
     NEEDS(MTP_WEIGHT, MTP, NULL, "--mtp D"),
     NEEDS(SP, TP, NULL, "--tp N"),
+    NEEDS(TP_OVERLAP, TP, NULL, "--tp N"),
     NEEDS(CP_KIND, CP, NULL, "--cp N"),
     NEEDS(SCHEDULE, PP, NULL, "--pp N"),
     NEEDS(PARTITION, PP, NULL, "--pp N"),

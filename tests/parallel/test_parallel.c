@@ -200,10 +200,10 @@ static void test_mesh(void) {
         CHECK(run(world, mesh_main, &c).status == DT_OK);
     }
     /* expert folding: ep over tp, cp, dp and several of them; expert_tp less or more than tp */
-    static const dt_mesh_desc folded[] = { { 1, 2, 1, 1, 2, 1 }, { 1, 1, 2, 2, 2, 1 },
-        { 1, 2, 2, 1, 4, 1 }, { 2, 2, 1, 1, 2, 2 }, { 2, 2, 1, 2, 4, 1 }, { 2, 1, 1, 1, 1, 2 },
-        { 2, 2, 1, 1, 1, 4 }, { 2, 2, 1, 1, 1, 1 }, { 2, 3, 2, 1, 3, 2 }, { 3, 2, 1, 2, 2, 1 },
-        { 1, 1, 1, 2, 1, 1 } };
+    static const dt_mesh_desc folded[] = { { 1, 2, 1, 1, 2, 1, 0 }, { 1, 1, 2, 2, 2, 1, 0 },
+        { 1, 2, 2, 1, 4, 1, 0 }, { 2, 2, 1, 1, 2, 2, 0 }, { 2, 2, 1, 2, 4, 1, 0 },
+        { 2, 1, 1, 1, 1, 2, 0 }, { 2, 2, 1, 1, 1, 4, 0 }, { 2, 2, 1, 1, 1, 1, 0 },
+        { 2, 3, 2, 1, 3, 2, 0 }, { 3, 2, 1, 2, 2, 1, 0 }, { 1, 1, 1, 2, 1, 1, 0 } };
     for (size_t i = 0; i < sizeof folded / sizeof *folded; i++) {
         const dt_mesh_desc *s = &folded[i];
         mesh_case c = { *s, *s };

@@ -91,7 +91,11 @@ for backend in threads procs; do
     awk -F, '/^summary,loss_difference/ && $3 < 1e-5 { good = 1 } END { exit !good }' "$dir/csv"
     report $? "bench_layouts over $backend: every layout has the loss of one rank"
 done
-for p in bench_gemm bench_attention bench_train bench_generate bench_comm bench_layouts; do
+bench bench_tp_overlap "tp,sp,pieces,products_ms,traffic_ms,step_ms,ratio" 4 \
+    "ratio_sp_on_pieces_0 ratio_sp_on_pieces_16 ratio_sp_off_pieces_0 ratio_sp_off_pieces_16" --quick
+awk -F, '$7 <= 0 || ($3 == 0 && $7 < 1.5) { bad = 1 } END { exit bad || NR == 0 }' "$dir/rows"
+report $? "bench_tp_overlap: without overlap, traffic that takes as long as the products doubles a step"
+for p in bench_gemm bench_attention bench_train bench_generate bench_comm bench_layouts bench_tp_overlap; do
     "$B/$p" --quik >"$dir/out" 2>&1
     [ $? = 2 ] && grep -q '^error: --quik' "$dir/out"
     report $? "$p refuses an option it does not know"

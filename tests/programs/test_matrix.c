@@ -11,7 +11,7 @@
    Then the same layout is trained again with every setting changed that must not change a bit: the
    ZeRO stage (0 and 1, 2 and 3; any two with one micro-batch or the tree all-reduce), overlap of
    reductions and gathers, keep_gathered, offload, recompute, the backward in halves, the schedule,
-   chunks and stage boundaries of a pipeline. Without tied weights the pipeline itself may go; some
+   chunks and stage boundaries of a pipeline, overlap of tensor-parallel traffic. Without tied weights the pipeline itself may go; some
    cases take processes in place of threads. A failing case is shrunk: every field is set to its
    simplest value with which the case still fails, and a command that repeats the case is printed.
 
@@ -30,6 +30,7 @@
 #ifndef ON_DEVICES
 #define ON_DEVICES 0
 #endif
+#define DT__MIN_PIECE_ROWS 1 /* so that few tokens travel in pieces too */
 #define DT_IMPLEMENTATION
 #include "dt_zero.h"
 #include "examples/gpt.h"
@@ -49,7 +50,7 @@ typedef struct spec {
     int experts, top_k, capacity, every, shared, balance, z, bias, deep;
     int sched, chunks, cut, sp, kind, accum, micro, stage, shard, keep, no_overlap, tree, offload;
     int optimizer, clip, bucket, freeze, split, recompute, steps, procs, devices, late, net, lora;
-    int fold;
+    int fold, pieces;
 } spec;
 
 enum { SAMPLE = 16, MOST_DEVICES = 8 };
@@ -73,7 +74,8 @@ enum { CUT_EVEN = 0, CUT_ENDS, CUT_LIST, CUT_LIST_2 };
    0: all. devices: 0: the CPU. late: the seed of the order in which streams run. net: ranks share
    memory, connect by TCP, or have one device each and NCCL. lora: adapters of a frozen GPT, whose
    weights may be quantised. fold: expert_tp of expert folding; ep is then no factor of the
-   ranks. grads: gradients of 16-bit parameters are stored and summed in 16 bits. */
+   ranks. grads: gradients of 16-bit parameters are stored and summed in 16 bits. pieces: overlap of
+   tensor-parallel traffic and products. */
 typedef struct field {
     const char *name;
     size_t at;
@@ -135,6 +137,7 @@ static const field fields[] = {
     F(shard, 0, 1, 2, 3),
     F(keep, 0, 1),
     F(no_overlap, 0, 1),
+    F(pieces, 0, 2, 3),
     F(tree, 0, 1),
     F(offload, OFF_NONE, OFF_STATE, OFF_STATE_DISK, OFF_ALL, OFF_ALL_DISK),
     F(optimizer, OPT_ADAMW, OPT_ADAM, OPT_SGD, OPT_MOMENTUM, OPT_OWN),
@@ -208,7 +211,7 @@ static spec alone_of(spec s) {
     a.dp = a.ep = a.tp = a.cp = a.pp = a.accum = a.chunks = 1;
     a.stage = a.shard = a.keep = a.no_overlap = a.tree = a.split = a.bucket = a.recompute = a.sp =
         a.kind = 0;
-    a.sched = a.cut = a.procs = a.devices = a.late = a.net = a.fold = a.grads = 0;
+    a.sched = a.cut = a.procs = a.devices = a.late = a.net = a.fold = a.grads = a.pieces = 0;
     a.offload = OFF_NONE;
     return a;
 }
@@ -1081,9 +1084,13 @@ static dt_status rank_main(dt_ctx *ctx, void *user) {
     j->r = r;
     j->s = s;
     j->ctx = ctx;
-    j->mesh = dt_mesh_make(
-        ctx, (dt_mesh_desc){
-                 .dp = s.dp, .tp = s.tp, .cp = s.cp, .pp = s.pp, .ep = s.ep, .expert_tp = s.fold });
+    j->mesh = dt_mesh_make(ctx, (dt_mesh_desc){ .dp = s.dp,
+                                    .tp = s.tp,
+                                    .cp = s.cp,
+                                    .pp = s.pp,
+                                    .ep = s.ep,
+                                    .expert_tp = s.fold,
+                                    .tp_overlap = s.pieces });
     register_model(j);
     j->zero = dt_zero_make(ctx, optimizer_of(s, &j->mesh));
     if (stages_of(s) > 1)
@@ -1428,13 +1435,14 @@ enum {
     CHANGE_RECOMPUTE,
     CHANGE_SPLIT,
     CHANGE_PROCS,
+    CHANGE_PIECES,
     CHANGE_NOTHING,
     CHANGES
 };
 static const char *const changes[] = { "another stage, offload and overlap",
     "another schedule or no pipeline", "with and without recompute",
-    "full backward and backward in halves", "processes and threads", "a second run",
-    "all changes together" };
+    "full backward and backward in halves", "processes and threads",
+    "with and without overlap of tensor-parallel traffic", "a second run", "all changes together" };
 
 /* The case with one kind of change; CHANGES: with all of them. */
 static spec partner_of(spec s, int change) {
@@ -1444,6 +1452,9 @@ static spec partner_of(spec s, int change) {
     if (all || change == CHANGE_RECOMPUTE)
         p.recompute = s.recompute ? REC_NONE : 1 + variant_of(s) % 4;
     if (all || change == CHANGE_SPLIT) p.split = !s.split;
+    /* on a device a product with fewer rows may take another algorithm */
+    if ((all || change == CHANGE_PIECES) && !s.devices)
+        p.pieces = s.pieces ? 0 : 2 + variant_of(s) % 2;
     if ((all && variant_of(s) % 16 == 7 && ranks_of(s) <= 8) || change == CHANGE_PROCS)
         p.procs = !s.procs;
     if (all || change == CHANGE_PIPELINE) other_pipeline(&p);

@@ -122,6 +122,7 @@ static void draw_config(setup *c) {
     add(c, "--dp %d --tp %d --cp %d --pp %d --ep %d", dp, tp, cp, pp, ep);
     if (folded) add(c, "--expert-tp %d", dp * tp * cp % (2 * ep) == 0 && draw(2) ? 2 : 1);
     if (tp > 1 && draw(2)) add(c, "--sp on");
+    if (tp > 1 && draw(2)) add(c, "--tp-overlap %d", PICK(2, 3, 8));
     if (cp > 1) add(c, "--cp-kind %s", kinds[draw(4)]);
     if (pp > 1) {
         int kind = draw(7);
