@@ -989,6 +989,9 @@ DTK_KERNEL __launch_bounds__(BLOCK) binary_kernel(dt_binary_args a, strided s, s
         vec<float, N> x = load_floats_strided<N>((const T *)a.a + at_a, s.a[s.nd - 1]);
         vec<float, N> y = load_floats_strided<N>((const T *)a.b + at_b, s.b[s.nd - 1]);
         for (int k = 0; k < N; k++) x.v[k] = apply_binary(a.op, x.v[k], y.v[k]);
+        if (a.factor) y = load_floats<N>((const T *)a.factor + i);
+        for (int k = 0; k < N && a.factor; k++) x.v[k] *= y.v[k];
+        for (int k = 0; k < N && a.negate; k++) x.v[k] = -x.v[k];
         store_floats((T *)a.out + i, x, a.accumulate);
     }
 }
@@ -997,8 +1000,8 @@ template <class T> static dt_status binary(const dt_binary_args *a, void *stream
     const int N = vec<T>::N;
     if (a->op < DT_ADD || a->op >= DT_BINARY_OPS) return DT_ERR_ARG;
     strided s = make_strided(a->shape, a->stride_a, a->stride_b);
-    bool vectorized =
-        aligned16(a->out) && can_vectorize(a->a, s.a, &s, N) && can_vectorize(a->b, s.b, &s, N);
+    bool vectorized = aligned16(a->out) && aligned16(a->factor) &&
+                      can_vectorize(a->a, s.a, &s, N) && can_vectorize(a->b, s.b, &s, N);
     if (vectorized)
         DTK_LAUNCH(
             (binary_kernel<T, N>), element_count(&s), BLOCK * N, stream, *a, s, element_count(&s));
@@ -5898,8 +5901,7 @@ static dt_status cuda_attention_back(const dt_attention_back_args *args, void *s
 // ==== 17. The table =============================================================================
 
 extern "C" const dt_kernels *dt_kernels_cuda(void) {
-    static const dt_kernels table = {
-        .name = "cuda",
+    static const dt_kernels table = { .name = "cuda",
         .alloc = cuda_alloc,
         .free = cuda_free,
         .move = cuda_move,
@@ -5917,50 +5919,9 @@ extern "C" const dt_kernels *dt_kernels_cuda(void) {
         .event_destroy = cuda_event_destroy,
         .work_bytes = (size_t)32 << 20, /* the size that cuBLASLt recommends on Hopper */
         .max_saved_logits = (size_t)1 << 30,
-        .copy = cuda_copy,
-        .digest = cuda_digest,
-        .quantize = cuda_quantize,
-        .cast = cuda_cast,
-        .fill = cuda_fill,
-        .reduce = cuda_reduce,
-        .permute = cuda_permute,
-        .init = cuda_init,
-        .sum = cuda_sum,
-        .cumsum = cuda_cumsum,
-        .patches = cuda_patches,
-        .patches_back = cuda_patches_back,
-        .max = cuda_max,
-        .binary = cuda_binary,
-        .where = cuda_where,
-        .unary = cuda_unary,
-        .unary_back = cuda_unary_back,
-        .glu = cuda_glu,
-        .glu_back = cuda_glu_back,
-        .softmax = cuda_softmax,
-        .softmax_back = cuda_softmax_back,
-        .norm = cuda_norm,
-        .norm_back = cuda_norm_back,
-        .rope = cuda_rope,
-        .dropout = cuda_dropout,
-        .embedding = cuda_embedding,
-        .embedding_back = cuda_embedding_back,
-        .topk = cuda_topk,
-        .scatter = cuda_scatter,
-        .matmul = cuda_matmul,
-        .attention = cuda_attention,
-        .attention_back = cuda_attention_back,
-        .square_sums = cuda_square_sums,
-        .cross_entropy = cuda_cross_entropy,
-        .cross_entropy_merge = cuda_cross_entropy_merge,
-        .cross_entropy_back = cuda_cross_entropy_back,
-        .pair_loss = cuda_pair_loss,
-        .pair_loss_back = cuda_pair_loss_back,
-        .adamw = cuda_adamw,
-        .sgd = cuda_sgd,
-        .momentum = cuda_momentum,
-        .frozen_adam = cuda_frozen_adam,
-        .sign_pack = cuda_sign_pack,
-        .sign_unpack = cuda_sign_unpack,
+#define DTK_FUNCTION(k) .k = cuda_##k,
+        DT_KERNELS(DTK_FUNCTION)
+#undef DTK_FUNCTION
     };
     return &table;
 }

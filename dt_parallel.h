@@ -1686,6 +1686,9 @@ static dt__flow *dt__flow_gather(dt__redist m, dt_placement from, dt_placement t
     if (dt__redist_find(from, to)->move != dt__redist_all_gather) return NULL;
     dt__redist_flow *f = dt__flow_make(m, m.out_shape, from, pieces, 1);
     if (!f || !(f->packed = dt__flow_buffer(f, f->base.shards))) return NULL;
+    f->base.source = m.in;
+    f->base.next_gather = m.ctx->gathers;
+    m.ctx->gathers = &f->base;
     for (int p = 0; p < pieces && dt_error(m.ctx) == DT_OK; p++) dt__flow_start(f, p);
     return &f->base;
 }

@@ -460,8 +460,8 @@ typedef struct dt_max_args {
    EQUAL give 1 or 0. STEP is 0 where a < b, 1/2 where a = b, and else 1: the slope of MAXIMUM. */
 enum { DT_ADD = 0, DT_SUB, DT_MUL, DT_DIV, DT_MINIMUM, DT_MAXIMUM };
 enum { DT_LESS = DT_MAXIMUM + 1, DT_LESS_EQUAL, DT_EQUAL, DT_STEP, DT_BINARY_OPS };
-/* out (+)= a op b; `out` is dense and has shape `shape`; a stride of 0 repeats an element of `a` or
-   `b` (broadcasting) */
+/* out (+)= (a op b) * factor; `out` is dense and has shape `shape`; a stride of 0 repeats an
+   element of `a` or `b` (broadcasting) */
 typedef struct dt_binary_args {
     dt_dtype dtype;
     int op;
@@ -470,6 +470,8 @@ typedef struct dt_binary_args {
     dt_shape shape;
     int64_t stride_a[DT_MAX_DIMS], stride_b[DT_MAX_DIMS]; /* in elements */
     int accumulate;
+    const void *factor; /* NULL, or a dense array of shape `shape` */
+    int negate;         /* 1: out (+)= -(a op b) * factor */
 } dt_binary_args;
 
 /* out (+)= a where mask != 0, else b. `out` is dense and has shape `shape`; a stride of 0 repeats
@@ -3250,6 +3252,7 @@ struct dt_ctx {
        only known with check_finite */
     int bad_loss_micro;
     struct dt__flow *arriving; /* list of the data that arrive in pieces */
+    struct dt__flow *gathers;  /* list of the incoming flows that have not ended */
     dt_node *deferred;         /* ops whose weight half is deferred, oldest first */
     dt__stage_sizes *stage_sizes;
     int stage_capacity;
@@ -4959,6 +4962,10 @@ struct dt__flow {
     dt_status (*next)(dt__flow *flow);
     struct dt__flow_product *products; /* incoming: products of the arriving rows, oldest first */
     dt__flow *next_arriving;           /* in the list ctx->arriving */
+    /* incoming: what this rank sends to the others; the buffer to release at the end */
+    const void *source;
+    void *sent_buffer;
+    dt__flow *next_gather; /* in the list ctx->gathers */
 };
 
 /* Returns the first row of piece p within a shard. If there are enough sequences, a piece consists
@@ -4980,9 +4987,30 @@ static void dt__flow_range(
 
 static void dt__flow_run_products(dt_ctx *ctx, const dt__flow *f, int p);
 
+/* Releases a buffer of a tensor. If an incoming flow still sends from the buffer, the end of the
+   flow releases it. p may be NULL. */
+static void dt__buffer_drop(dt_ctx *ctx, void *p) {
+    const dt__buffer *b = dt__buffer_of(ctx, p);
+    for (dt__flow *f = b ? ctx->gathers : NULL; f; f = f->next_gather)
+        if ((uintptr_t)f->source - (uintptr_t)b->data < b->bytes) {
+            f->sent_buffer = p;
+            return;
+        }
+    dt__buffer_release(ctx, p);
+}
+
+/* After the last piece of an incoming flow. */
+static void dt__flow_end(dt_ctx *ctx, dt__flow *f) {
+    dt__flow **at = &ctx->gathers;
+    while (*at && *at != f) at = &(*at)->next_gather;
+    if (*at) *at = f->next_gather;
+    dt__buffer_drop(ctx, f->sent_buffer);
+}
+
 /* Waits for the next piece of incoming data, and multiplies its rows. */
 static void dt__flow_arrive_next(dt_ctx *ctx, dt__flow *f) {
     f->next(f);
+    if (f->done == f->pieces) dt__flow_end(ctx, f);
     dt__flow_run_products(ctx, f, f->done - 1);
 }
 
@@ -5002,7 +5030,7 @@ static void dt__flows_arrive(dt_ctx *ctx) {
 /* Drops the data of t. The memory of DT__IN_ARENA is freed with the arena. */
 static void dt__data_drop(dt_tensor *t) {
     dt__flow_arrive(t->ctx, t->flow);
-    if (t->data && t->storage != DT__IN_ARENA && !t->shares) dt__buffer_release(t->ctx, t->data);
+    if (t->data && t->storage != DT__IN_ARENA && !t->shares) dt__buffer_drop(t->ctx, t->data);
     t->data = NULL;
 }
 
@@ -5030,7 +5058,7 @@ static void dt__grad_drop(dt_tensor *t, int at_reset) {
     if (t->grad_storage == DT__GRAD_IN_ARENA) return;
     if (t->grad_storage == DT__GRAD_KEPT && !at_reset) return;
     dt__flow_arrive(t->ctx, t->grad_flow);
-    dt__buffer_release(t->ctx, t->grad);
+    dt__buffer_drop(t->ctx, t->grad);
     t->grad = NULL;
 }
 
@@ -8323,52 +8351,50 @@ static dt_status dt__sum_to(
     }
 }
 
+/* Adds the gradient that the kernel's arguments describe to that of input i: directly if they have
+   the same shape, otherwise as a sum over the dimensions that broadcasting repeats. */
+static dt_status dt__binary_term(
+    dt_node *n, int i, dt_binary_args *a, void *term, void *const buffers[2]) {
+    int same = dt__same_shape(n->in[i]->shape, n->out->shape);
+    a->out = same ? dt_grad_raw(n, i, &a->accumulate) : term;
+    if (!a->out || DT__KERNEL(n->out->ctx, n->name, binary, a) != DT_OK)
+        return dt_error(n->out->ctx);
+    return same ? DT_OK : dt__sum_to(n, i, term, 1, buffers);
+}
+
 /* The backward of dt_add, dt_sub, dt_mul, dt_div, dt_minimum and dt_maximum. Uses d(a+b) = da + db,
    d(ab) = b da + a db, d(a/b) = da / b - (a/b) db / b and d max(a,b) = step(a,b) da + step(b,a) db,
    where step is DT_STEP; min(a,b) has the steps exchanged. */
 static dt_status dt__binary_back(dt_node *n) {
-    dt_tensor *out = n->out, *b = n->in[1];
+    dt_tensor *out = n->out;
     dt_ctx *ctx = out->ctx;
-    int op = *(const int *)n->saved, selects = op == DT_MINIMUM || op == DT_MAXIMUM;
-    int terms = op >= DT_MUL, sums = op == DT_SUB || op == DT_DIV;
+    int op = *(const int *)n->saved, sums = op == DT_SUB;
     for (int i = 0; i < 2; i++) sums |= !dt__same_shape(n->in[i]->shape, out->shape);
-    size_t bytes[3] = { terms ? dt__bytes(out) : 0, sums ? dt__bytes(out) : 0,
+    size_t bytes[3] = { sums && op >= DT_MUL ? dt__bytes(out) : 0, sums ? dt__bytes(out) : 0,
         sums ? dt__bytes(out) : 0 };
     char *work[3];
     if (!dt__split_scratch(ctx, bytes, work, 3)) return dt_error(ctx);
-    void *term = work[0], *buffers[2] = { work[1], work[2] };
+    void *buffers[2] = { work[1], work[2] };
     for (int i = 0; i < 2; i++) {
-        const void *g = out->grad;
-        dt_binary_args a = { .dtype = out->dtype, .op = op, .out = term, .a = out->grad };
+        dt_binary_args a = { .dtype = out->dtype, .op = op, .a = out->grad };
+        dt_tensor *left = out, *right = n->in[op == DT_DIV ? 1 : 1 - i];
         if (!dt_wants(n, i)) continue;
-        dt_tensor *factor = op == DT_DIV ? b : n->in[1 - i];
-        if (op == DT_MUL || op == DT_DIV) {
-            dt__broadcast(out->shape, factor->shape, &a.shape, a.stride_a, a.stride_b);
-            a.b = factor->data;
-            if (DT__KERNEL(ctx, n->name, binary, &a) != DT_OK) return dt_error(ctx);
-            g = term;
+        if (op == DT_ADD || op == DT_SUB) {
+            double sign = op == DT_SUB && i == 1 ? -1 : 1;
+            if (dt__sum_to(n, i, out->grad, sign, buffers) != DT_OK) return dt_error(ctx);
+            continue;
         }
-        if (selects) {
-            dt_tensor *larger = n->in[op == DT_MAXIMUM ? i : 1 - i],
-                      *smaller = n->in[op == DT_MAXIMUM ? 1 - i : i];
-            dt__broadcast(larger->shape, smaller->shape, &a.shape, a.stride_a, a.stride_b);
+        if (op == DT_MINIMUM || op == DT_MAXIMUM) {
+            left = n->in[op == DT_MAXIMUM ? i : 1 - i]; /* the larger one if i was selected */
+            right = n->in[op == DT_MAXIMUM ? 1 - i : i];
             a.op = DT_STEP;
-            a.a = larger->data;
-            a.b = smaller->data;
-            if (DT__KERNEL(ctx, n->name, binary, &a) != DT_OK) return dt_error(ctx);
-            g = term;
+            a.a = left->data;
+            a.factor = out->grad;
         }
-        if (selects || (op == DT_DIV && i == 1)) {
-            dt_binary_args times = { .dtype = out->dtype,
-                .op = DT_MUL,
-                .out = term,
-                .a = term,
-                .b = selects ? out->grad : out->data };
-            dt__broadcast(out->shape, out->shape, &times.shape, times.stride_a, times.stride_b);
-            if (DT__KERNEL(ctx, n->name, binary, &times) != DT_OK) return dt_error(ctx);
-        }
-        double sign = i == 1 && (op == DT_SUB || op == DT_DIV) ? -1 : 1;
-        if (dt__sum_to(n, i, g, sign, buffers) != DT_OK) return dt_error(ctx);
+        if (op == DT_DIV && i == 1) a.factor = out->data, a.negate = 1;
+        a.b = right->data;
+        dt__broadcast(left->shape, right->shape, &a.shape, a.stride_a, a.stride_b);
+        if (dt__binary_term(n, i, &a, work[0], buffers) != DT_OK) return dt_error(ctx);
     }
     return DT_OK;
 }
@@ -8818,9 +8844,10 @@ static dt_status dt__strided_back(dt_node *n) {
     for (int i = 0; i < n->n_in; i++) {
         if (!dt_wants(n, i)) continue;
         dt_tensor *x = n->in[i];
-        int accumulate = 1;
-        void *dx = dt_count(m->region[i]) < dt_count(x->shape) ? dt_grad(n, i)
-                                                               : dt_grad_raw(n, i, &accumulate);
+        int accumulate = 0;
+        void *dx = dt_grad_raw(n, i, &accumulate);
+        if (dx && !accumulate && dt_count(m->region[i]) < dt_count(x->shape))
+            dt__fill(ctx, x->dtype, dx, (size_t)dt_count(x->shape), 0);
         if (!dx || dt__strided_copy(n->name, x, m, i, dx, n->out->grad, 1, accumulate) != DT_OK)
             return dt_error(ctx);
     }
@@ -12850,11 +12877,14 @@ DT__O1_END
 /* Code that sections 29 to 33 share: elementary functions, block sizes and scratch sizes, and loops
    over strided arrays.
 
-   Summation order. A result must not depend on the number of threads. Outside the micro-kernel of
-   section 29 and the exponential of section 31 it must not depend on the instruction set either.
-   Therefore, in the rest of this file, the compiler must not contract a product and a sum to a
-   fused multiply-add (fp-contract=off), and every sum has a fixed number of lanes. Each result is
-   computed by one thread: the terms of a sum are never divided among threads. */
+   Summation order. A result must not depend on the number of threads, nor on the compiler's choice
+   of instructions. Therefore, in the rest of this file, the compiler must not contract a product
+   and a sum to a fused multiply-add (fp-contract=off), and every sum has a fixed number of lanes.
+   Fused multiply-adds are written out where they pay: in the micro-kernels of sections 29 and 31
+   and in the elementary functions (DT__FMA). The plain instruction set has none, so its results may
+   differ by roundings from those of the other sets. Outside the micro-kernels AVX2 and AVX-512 give
+   the same bits. Each result is computed by one thread: the terms of a sum are never divided among
+   threads. */
 
 /* Turns off contraction. clang obeys the standard pragma; gcc ignores it and has the option
    fp-contract instead. no-trapping-math, which changes no value, lets gcc vectorize loops that
@@ -12894,103 +12924,6 @@ static inline dt__double2 dt__sqrt2(dt__double2 v) {
     return v;
 }
 
-/* Returns e^x in float, within 1.1 ulp. The code has no branches, so that loops over dt__expf are
-   vectorized. The coefficients are those of Cephes. Write x = n ln 2 + r with |r| <= ln 2 / 2; then
-   e^x = 2^n e^r. Adding 1.5 * 2^23 to x / ln 2 rounds it to the integer n and leaves n in the low
-   bits. The polynomial of r is multiplied by 2^n in two steps, so that results below 2^-126 become
-   denormal and results that are too large become infinite. */
-DT__INLINE float dt__expf(float x) {
-    const float magic = 12582912.0f;
-    /* e^-105 rounds to 0 and e^89 to infinity. A NaN stays a NaN, because both comparisons are
-       false */
-    x = x < -105.0f ? -105.0f : x;
-    x = x > 89.0f ? 89.0f : x;
-    float shifted = x * 1.44269504f + magic, n = shifted - magic;
-    /* ln 2 is the sum of two constants, and the product of n and the first constant is exact */
-    float r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
-    uint32_t bits, low_bits, high_bits;
-    float low, high;
-    memcpy(&bits, &shifted, 4);
-    bits = bits - 0x4b400000u + 256; /* n + 256, which is positive */
-    low_bits = (bits / 2 - 1) << 23; /* the bits of 2^(n / 2) */
-    high_bits = (bits - bits / 2 - 1) << 23;
-    memcpy(&low, &low_bits, 4);
-    memcpy(&high, &high_bits, 4);
-    return p * low * high;
-}
-
-/* Returns ln x in float, within 1 ulp, without branches: ln x = e ln 2 + ln m, where x = 2^e m and
-   m is in [sqrt(1/2), sqrt 2). */
-DT__INLINE float dt__logf(float x) {
-    float normal = x < 1.17549435e-38f ? x * 8388608.0f : x, m;
-    uint32_t bits, m_bits;
-    memcpy(&bits, &normal, 4);
-    bits -= 0x3f3504f3u; /* the bits of sqrt(1/2) */
-    m_bits = (bits & 0x7fffffu) + 0x3f3504f3u;
-    memcpy(&m, &m_bits, 4);
-    float e = (float)((int32_t)bits >> 23) - (x < 1.17549435e-38f ? 23.0f : 0.0f), f = m - 1.0f,
-          z = f * f;
-    float p = 7.0376836292e-2f;
-    p = p * f - 1.1514610310e-1f;
-    p = p * f + 1.1676998740e-1f;
-    p = p * f - 1.2420140846e-1f;
-    p = p * f + 1.4249322787e-1f;
-    p = p * f - 1.6668057665e-1f;
-    p = p * f + 2.0000714765e-1f;
-    p = p * f - 2.4999993993e-1f;
-    p = p * f + 3.3333331174e-1f;
-    p = f * z * p - 2.12194440e-4f * e - 0.5f * z + f + 0.693359375f * e;
-    p = x > 3.40282347e38f || x != x ? x : p; /* ln of infinity or NaN is x */
-    p = x == 0.0f ? -INFINITY : p;
-    return x < 0.0f ? NAN : p;
-}
-
-/* Returns ln(1 + x) in float for finite x >= 0. The factor x / (u - 1) makes up for the rounding of
-   u = 1 + x. */
-DT__INLINE float dt__log1pf(float x) {
-    float u = 1.0f + x, rounded = u - 1.0f;
-    float y = dt__logf(u) * (x / (rounded == 0.0f ? 1.0f : rounded));
-    return rounded == 0.0f ? x : y;
-}
-
-/* Returns tanh x in float: 1 - 2 / (e^(2x) + 1), or a polynomial if x is near 0, where the
-   difference would cancel. */
-DT__INLINE float dt__tanhf(float x) {
-    float z = x * x, large = 1.0f - 2.0f / (dt__expf(2.0f * x) + 1.0f);
-    float p = -5.997020093e-3f;
-    p = p * z + 2.091450411e-2f;
-    p = p * z - 5.382798285e-2f;
-    p = p * z + 1.333253472e-1f;
-    p = p * z - 3.333332266e-1f;
-    return z < 0.39f ? x + x * z * p : large;
-}
-
-/* Returns the standard normal distribution function of x in float. The lower tail, multiplied by
-   e^(x^2/2), is a polynomial in 1 / (1 + |x| / sqrt 8), which is fitted to a relative error of
-   5e-8. */
-DT__INLINE float dt__phif(float x) {
-    float z = (x < 0 ? -x : x) * 0.70710678f, t = 1.0f / (1.0f + 0.5f * z);
-    float p = 1.617393085e-2f;
-    p = p * t - 1.435691533e-1f;
-    p = p * t + 4.745959941e-1f;
-    p = p * t - 7.278496308e-1f;
-    p = p * t + 4.665797343e-1f;
-    p = p * t - 1.210152256e-1f;
-    p = p * t + 2.327887633e-1f;
-    p = p * t + 2.372273263e-1f;
-    p = p * t + 2.830107842e-1f;
-    p = p * t + 2.820574645e-1f;
-    float tail = 0.5f * t * p * dt__expf(-z * z);
-    return x < 0 ? tail : 1.0f - tail;
-}
-
 /* Converts two words of the counter-based RNG to a value in [0, 1) with 53 random bits. */
 static double dt__uniform53(uint32_t high, uint32_t low) {
     return (double)(((uint64_t)high << 32 | low) >> 11) * (1.0 / 9007199254740992.0);
@@ -13018,8 +12951,7 @@ static void dt__stream_fence(void) {
 
 /* How DT__K(store) writes: 0 replaces the elements, 1 adds to them, DT__STREAM replaces them with
    non-temporal stores. A core's share of the last cache level rarely holds DT__STREAM_BYTES until
-   the next op reads them; the tests define a small number. Softmax and the norms do not stream:
-   their passes over a row limit them. */
+   the next op reads them; the tests define a small number. */
 enum { DT__STREAM = -1 };
 #ifndef DT__STREAM_BYTES
 #define DT__STREAM_BYTES ((size_t)8 << 20)
@@ -13168,7 +13100,7 @@ size_t dt_attention_work(int64_t tk, int64_t dim, dt_dtype dtype) {
 /* A transpose copies tiles of DT__TILE columns and DT__TILE_ROWS rows of the result. A tile is read
    along its rows, and memory is read fast only in long pieces. */
 #define DT__TILE 32
-#define DT__TILE_ROWS 128
+#define DT__TILE_ROWS ((int64_t)(1024 / sizeof(DT__REAL)))
 
 /* Iterates over an array of any shape in strips: at most DT__STRIP elements along the last
    dimension. */
@@ -13315,22 +13247,26 @@ DT__CPP_WARNINGS_ON
 #if DT__BITS == 32
 #define DT__REAL float
 #define DT__WIDE float
-#define DT__EXP(x) dt__expf(x)
-#define DT__LOG(x) dt__logf(x)
-#define DT__LOG1P(x) dt__log1pf(x)
+#define DT__ABS(x) __builtin_fabsf(x)
+#define DT__COPYSIGN(x, sign) __builtin_copysignf(x, sign)
+#define DT__EXP(x) DT__K(exp)(x)
+#define DT__EXP_DOWN(x) DT__K(exp_down)(x)
+#define DT__LOG(x) DT__K(log)(x)
+#define DT__LOG1P(x) DT__K(log1p)(x)
 #define DT__POW(x, y) powf(x, y)
-#define DT__TANH(x) dt__tanhf(x)
-#define DT__PHI(x) dt__phif(x)
+#define DT__TANH(x) DT__K(tanh)(x)
 #define DT__GEMM cblas_sgemm
 #elif DT__BITS == 64
 #define DT__REAL double
 #define DT__WIDE double
+#define DT__ABS(x) __builtin_fabs(x)
+#define DT__COPYSIGN(x, sign) __builtin_copysign(x, sign)
 #define DT__EXP(x) exp(x)
+#define DT__EXP_DOWN(x) exp(x)
 #define DT__LOG(x) log(x)
 #define DT__LOG1P(x) log1p(x)
 #define DT__POW(x, y) pow(x, y)
 #define DT__TANH(x) tanh(x)
-#define DT__PHI(x) (0.5 * erfc(-0.7071067811865476 * (x)))
 #define DT__GEMM cblas_dgemm
 #elif DT__BITS == 1
 #define DT__REAL int32_t
@@ -13363,6 +13299,13 @@ DT__CPP_WARNINGS_ON
 #define DT__SCALAR(name) DT__JOIN(name, _f32_plain)
 #else
 #define DT__SCALAR(name) DT__JOIN(name, _f64_plain)
+#endif
+
+/* A fused multiply-add of floats, if the instruction set has one: a b + c, rounded once. */
+#if DT__ISA == 0
+#define DT__FMA(a, b, c) ((a) * (b) + (c))
+#else
+#define DT__FMA(a, b, c) __builtin_fmaf(a, b, c)
 #endif
 
 /* A tile of the matrix product has DT__MR rows of two vectors each (DT__NR columns). A tile of
@@ -13451,6 +13394,8 @@ DT__CPP_WARNINGS_ON
 #define DT__STORE(p, v) (*(DT__V *)(p) = (v))
 #define DT__FMADD(x, v, sum) ((sum) + (x) * (v))
 #endif
+/* a function for the bodies of loops, which the compiler vectorizes */
+#define DT__FN_INLINE DT__FN inline __attribute__((always_inline))
 
 #if DT__FLOATS
 #define DT__NV ((int64_t)(sizeof(DT__V) / sizeof(DT__REAL))) /* elements per vector */
@@ -13467,6 +13412,135 @@ DT__O1_BEGIN
 #if defined(__OPTIMIZE__) && defined(__GNUC__) && !defined(__clang__) && \
     (DT__ISA > 0 || !(defined(__x86_64__) || defined(__aarch64__)))
 #pragma GCC optimize("tree-vectorize", "vect-cost-model=dynamic")
+#endif
+
+/* ---- elementary functions ---- */
+
+#if DT__FLOATS
+/* Returns x between -most and most; NaN for NaN. */
+DT__FN_INLINE DT__REAL DT__K(within)(DT__REAL x, DT__REAL most) {
+    DT__REAL size = DT__ABS(x);
+    return DT__COPYSIGN(size > most ? most : size, x);
+}
+#endif
+
+#if DT__BITS == 32 && DT__FLOATS
+/* The functions have no branches, so that loops over them are vectorized. Long polynomials are
+   split into parts whose chains of dependent operations are short: the processor then overlaps more
+   elements.
+
+   All exponentials share this reduction: write x = n ln 2 + r with an integer n and |r| <= ln 2 /
+   2; then e^x = 2^n e^r = 2^n + 2^n d with d = e^r - 1, the result. Adding 1.5 * 2^23 to x / ln 2
+   rounds it to the integer n and leaves n in the low bits. The coefficients are those of Cephes. */
+DT__FN_INLINE float DT__K(exp_reduced)(float x, uint32_t *n) {
+    const float magic = 12582912.0f;
+    float shifted = DT__FMA(x, 1.44269504f, magic), rounded = shifted - magic;
+    /* ln 2 is the sum of two constants, and the product of n and the first constant is exact */
+    float r = DT__FMA(rounded, -0.693359375f, x);
+    r = DT__FMA(rounded, 2.12194440e-4f, r);
+    float z = r * r, p = DT__FMA(1.9875691500e-4f, r, 1.3981999507e-3f);
+    p = DT__FMA(p, z, DT__FMA(8.3334519073e-3f, r, 4.1665795894e-2f));
+    p = DT__FMA(p, z, DT__FMA(1.6666665459e-1f, r, 5.0000001201e-1f));
+    memcpy(n, &shifted, 4);
+    *n -= 0x4b400000u; /* the bits of magic */
+    return DT__FMA(p, z, r);
+}
+
+/* Returns 2^n for -127 <= n <= 127; 0 in place of 2^-127. */
+DT__FN_INLINE float DT__K(power_of_2)(uint32_t n) {
+    uint32_t bits = (n + 127) << 23;
+    float power;
+    memcpy(&power, &bits, 4);
+    return power;
+}
+
+/* Returns e^x, within 1.1 ulp. Multiplies by 2^n in two steps, so that results below 2^-126 become
+   denormal and results that are too large become infinite. */
+DT__FN_INLINE float DT__K(exp)(float x) {
+    uint32_t n, half;
+    /* e^-105 rounds to 0 and e^105 to infinity */
+    float d = DT__K(exp_reduced)(DT__K(within)(x, 105.0f), &n), power;
+    half = ((n + 256) >> 1) - 128; /* n + 256 is positive */
+    power = DT__K(power_of_2)(half);
+    return DT__FMA(d, power, power) * DT__K(power_of_2)(n - half);
+}
+
+/* Returns e^x, within 1.1 ulp, for x <= 0 and for the positive x that roundings leave of 0; NaN for
+   NaN. Results below 2^-126.5 are 0. */
+DT__FN_INLINE float DT__K(exp_down)(float x) {
+    uint32_t n;
+    float d = DT__K(exp_reduced)(x < -88.0f ? -88.0f : x, &n), power = DT__K(power_of_2)(n);
+    return DT__FMA(d, power, power);
+}
+
+/* Returns ln x, within 1 ulp: ln x = e ln 2 + ln m, where x = 2^e m and m is in [sqrt(1/2),
+   sqrt 2). */
+DT__FN_INLINE float DT__K(log)(float x) {
+    float normal = x < 1.17549435e-38f ? x * 8388608.0f : x, m;
+    uint32_t bits, m_bits;
+    memcpy(&bits, &normal, 4);
+    bits -= 0x3f3504f3u; /* the bits of sqrt(1/2) */
+    m_bits = (bits & 0x7fffffu) + 0x3f3504f3u;
+    memcpy(&m, &m_bits, 4);
+    float e = (float)((int32_t)bits >> 23) - (x < 1.17549435e-38f ? 23.0f : 0.0f), f = m - 1.0f,
+          z = f * f;
+    float p = DT__FMA(7.0376836292e-2f, z, 1.1676998740e-1f), q = -1.1514610310e-1f;
+    p = DT__FMA(p, z, 1.4249322787e-1f);
+    p = DT__FMA(p, z, 2.0000714765e-1f);
+    p = DT__FMA(p, z, 3.3333331174e-1f);
+    q = DT__FMA(q, z, -1.2420140846e-1f);
+    q = DT__FMA(q, z, -1.6668057665e-1f);
+    q = DT__FMA(q, z, -2.4999993993e-1f);
+    p = DT__FMA(q, f, p);
+    p = DT__FMA(-0.5f, z, DT__FMA(f * z, p, -2.12194440e-4f * e)) + f;
+    p = DT__FMA(0.693359375f, e, p);
+    p = x > 3.40282347e38f ? x : p; /* ln of infinity is infinity */
+    return x > 0.0f ? p : x == 0.0f ? -INFINITY : NAN;
+}
+
+/* Returns ln(1 + x) for 0 <= x <= 1, within 2 ulp: twice the inverse hyperbolic tangent of
+   s = x / (2 + x), a polynomial in s^2, which is fitted to a relative error of 5e-9. */
+DT__FN_INLINE float DT__K(log1p)(float x) {
+    float s = x / (2.0f + x), z = s * s;
+    float p =
+        DT__FMA(DT__FMA(0.14012398f, z, 0.13999534f), z * z, DT__FMA(0.20010851f, z, 0.33333206f));
+    s += s;
+    return DT__FMA(s * z, p, s);
+}
+
+/* Returns tanh x: -d / (2 + d), where d = e^(-2|x|) - 1 = 2^n (e^r - 1) + (2^n - 1) does not cancel
+   if x is near 0. */
+DT__FN_INLINE float DT__K(tanh)(float x) {
+    uint32_t n;
+    float y = -2.0f * __builtin_fabsf(x), d = DT__K(exp_reduced)(y < -60.0f ? -60.0f : y, &n),
+          power = DT__K(power_of_2)(n);
+    d = DT__FMA(d, power, power - 1.0f);
+    return __builtin_copysignf(d / (2.0f + d), x);
+}
+
+/* Returns the standard normal distribution function of x, and e^(-x^2/2) in *bell. The lower tail,
+   divided by the latter, is a polynomial in 1 / (1 + |x| / sqrt 8), which is fitted to a relative
+   error of 5e-8. */
+DT__FN_INLINE float DT__K(phi)(float x, float *bell) {
+    float z = __builtin_fabsf(x) * 0.70710678f, t = 1.0f / DT__FMA(0.5f, z, 1.0f);
+    float t2 = t * t, p = DT__FMA(1.617393085e-2f, t, -1.435691533e-1f),
+          q = DT__FMA(-1.210152256e-1f, t, 2.327887633e-1f);
+    p = DT__FMA(p, t, 4.745959941e-1f);
+    p = DT__FMA(p, t, -7.278496308e-1f);
+    p = DT__FMA(p, t, 4.665797343e-1f);
+    q = DT__FMA(q, t, 2.372273263e-1f);
+    q = DT__FMA(q, t, 2.830107842e-1f);
+    q = DT__FMA(q, t, 2.820574645e-1f);
+    p = DT__FMA(p, t2 * t2 * t, q);
+    *bell = DT__K(exp_down)(-z * z);
+    float tail = 0.5f * t * p * *bell;
+    return x < 0 ? tail : 1.0f - tail;
+}
+#elif DT__FLOATS && DT__VECTORS
+DT__FN_INLINE double DT__K(phi)(double x, double *bell) {
+    *bell = exp(-0.5 * x * x);
+    return 0.5 * erfc(-0.7071067811865476 * x);
+}
 #endif
 
 /* ---- loading and storing ---- */
@@ -13534,7 +13608,7 @@ DT__FN void DT__K(stream_copy)(void *to, const void *from, size_t bytes) {
 #if DT__ISA == 2 || defined(__SSE2__)
     at = (64 - (uintptr_t)dst % 64) % 64;
     at = at < bytes ? at : bytes;
-    memcpy(dst, src, at);
+    if (at > 0) memcpy(dst, src, at); /* a call takes as long as the stores of short rows */
     for (; at + 64 <= bytes; at += 64)
 #if DT__ISA == 2
         _mm512_stream_si512((__m512i *)(void *)(dst + at), _mm512_loadu_si512(src + at));
@@ -13544,8 +13618,17 @@ DT__FN void DT__K(stream_copy)(void *to, const void *from, size_t bytes) {
                 (__m128i *)(void *)(dst + i), _mm_loadu_si128((const __m128i *)(src + i)));
 #endif
 #endif
-    memcpy(dst + at, src + at, bytes - at);
+    if (at < bytes) memcpy(dst + at, src + at, bytes - at);
 }
+
+#if DT__FLOATS && DT__VECTORS
+/* Returns where to compute results that `store` gets next: in the array itself, if they are stored
+   there as they are, otherwise in buf. */
+DT__FN DT__REAL *DT__K(results)(dt_dtype dtype, void *array, int64_t at, DT__REAL *buf, int mode) {
+    int direct = array && mode == 0 && dt_dtype_size(dtype) == sizeof(DT__REAL);
+    return direct ? (DT__REAL *)array + at : buf;
+}
+#endif
 
 /* Stores the n finished results of `row` in the array, beginning at element `at`; `mode` is that of
    dt__store_mode. Rounds each element once. Does nothing if `array` is NULL. */
@@ -13679,12 +13762,22 @@ DT__FN void DT__K(transpose)(
 
 /* ---- activations ---- */
 
-/* The tanh form of GELU is 0.5 x (1 + tanh u) with u = sqrt(2/pi) (x + 0.044715 x^3). The code
-   computes it as x / (1 + e^(-2u)), which takes one exponential and does not cancel where tanh u is
-   near -1. */
-#define DT__GELU_A ((DT__REAL)0.7978845608028654) /* sqrt(2/pi) */
-#define DT__GELU_B ((DT__REAL)0.044715)
-#define DT__LOGISTIC(x) (1 / (1 + DT__EXP(-(x))))
+/* Returns 1 / (1 + e^-x). The exponential of -|x| cannot become infinite. */
+DT__FN_INLINE DT__REAL DT__K(logistic)(DT__REAL x) {
+    DT__REAL e = DT__EXP_DOWN(-DT__ABS(x));
+    return (x < 0 ? e : 1) / (1 + e);
+}
+
+/* Returns s(u) = 1 / (1 + e^-u), the factor of a gated function x s(u), and the function's slope
+   s + x s (1 - s) u', from one exponential e = e^-|u| and one division. s (1 - s) is e / (1 + e)^2
+   for both signs of u: where s is close to 1 and x u' is large, the difference 1 - s would have too
+   few digits. If x is infinite, the second term of the slope is infinity times zero, so callers
+   pass DT__K(within)(x, most), where `most` is large enough for s to be exactly 0 or 1. */
+DT__FN_INLINE DT__REAL DT__K(gated)(DT__REAL x, DT__REAL u, DT__REAL du, DT__REAL *slope) {
+    DT__REAL e = DT__EXP_DOWN(-DT__ABS(u)), inverse = 1 / (1 + e), s = (u < 0 ? e : 1) * inverse;
+    *slope = DT__FMA(x * du, e * inverse * inverse, s);
+    return s;
+}
 
 /* Computes y = sqrt(x), with vector instructions. y may be x. */
 DT__FN void DT__K(square_roots)(const DT__REAL *x, int64_t n, DT__REAL *y) {
@@ -13696,22 +13789,8 @@ DT__FN void DT__K(square_roots)(const DT__REAL *x, int64_t n, DT__REAL *y) {
     memcpy(y + i, rest, (size_t)(n - i) * sizeof *rest);
 }
 
-/* Computes y = ln(1 + e^-|x|), which is at most ln 2, in two loops: gcc does not vectorize a loop
-   with both functions. y is not x. */
-DT__FN void DT__K(log1p_exps)(const DT__REAL *x, int64_t n, DT__REAL *y) {
-    for (int64_t i = 0; i < n; i++) y[i] = DT__EXP(x[i] > 0 ? -x[i] : x[i]);
-    for (int64_t i = 0; i < n; i++) y[i] = DT__LOG1P(y[i]);
-}
-
-/* Computes y = ln(1 + e^x). y may be x. */
-DT__FN void DT__K(softplus)(const DT__REAL *x, int64_t n, DT__REAL *y) {
-    DT__REAL rest[4 * DT__LANES];
-    for (int64_t at = 0; at < n; at += 4 * DT__LANES) {
-        int64_t have = n - at < 4 * DT__LANES ? n - at : (int64_t)(4 * DT__LANES);
-        DT__K(log1p_exps)(x + at, have, rest);
-        for (int64_t i = 0; i < have; i++) y[at + i] = (x[at + i] > 0 ? x[at + i] : 0) + rest[i];
-    }
-}
+/* Returns ln(1 + e^-|x|), which is at most ln 2. */
+DT__FN_INLINE DT__REAL DT__K(log1p_exp)(DT__REAL x) { return DT__LOG1P(DT__EXP_DOWN(-DT__ABS(x))); }
 
 /* One case of a switch over functions: computes out[i] = value for each i < n. */
 #define DT__EACH(function, out, value) \
@@ -13739,23 +13818,35 @@ DT__FN void DT__K(powers_back)(
             dx[i] = e == 0 ? 0 : d[i] * (e * (e == 1 ? 1 : DT__POW(x[i], e - 1)));
 }
 
+/* The tanh form of GELU is 0.5 x (1 + tanh u) with u = sqrt(2/pi) (x + 0.044715 x^3), which is
+   x s(2u): one exponential, and no cancellation where tanh u is near -1. DT__GELU_2U is 2u and
+   DT__GELU_2DU its derivative. */
+#define DT__GELU_A ((DT__REAL)1.5957691216057308) /* 2 sqrt(2/pi) */
+#define DT__GELU_B ((DT__REAL)0.07135481627260025)
+#define DT__GELU_2U(x) ((x)*DT__FMA(DT__GELU_B, (x) * (x), DT__GELU_A))
+#define DT__GELU_2DU(x) DT__FMA(3 * DT__GELU_B, (x) * (x), DT__GELU_A)
+
+DT__FN_INLINE DT__REAL DT__K(gelu_erf)(DT__REAL x) {
+    DT__REAL bell;
+    return x * DT__K(phi)(x, &bell);
+}
+
 /* Computes y = f(x), where f is the activation `act`. y may be x. */
 DT__FN void DT__K(act)(
     int act, const DT__REAL *x, int64_t n, DT__REAL *y, DT__REAL scale, DT__REAL shift) {
     switch (act) {
-        DT__EACH(DT_ACT_GELU, y,
-            x[i] / (1 + DT__EXP(-2 * DT__GELU_A * (x[i] + DT__GELU_B * x[i] * x[i] * x[i]))));
-        DT__EACH(DT_ACT_GELU_ERF, y, x[i] * DT__PHI(x[i]));
-        DT__EACH(DT_ACT_SILU, y, x[i] * DT__LOGISTIC(x[i]));
+        DT__EACH(DT_ACT_GELU, y, x[i] * DT__K(logistic)(DT__GELU_2U(x[i])));
+        DT__EACH(DT_ACT_GELU_ERF, y, DT__K(gelu_erf)(x[i]));
+        DT__EACH(DT_ACT_SILU, y, x[i] * DT__K(logistic)(x[i]));
         DT__EACH(DT_ACT_RELU, y, x[i] < 0 ? 0 : x[i]);
         DT__EACH(DT_ACT_TANH, y, DT__TANH(x[i]));
         DT__EACH(DT_ACT_EXP, y, DT__EXP(x[i]));
         DT__EACH(DT_ACT_LN, y, DT__LOG(x[i]));
-        DT__EACH(DT_ACT_SIGMOID, y, DT__LOGISTIC(x[i]));
+        DT__EACH(DT_ACT_SIGMOID, y, DT__K(logistic)(x[i]));
+        DT__EACH(DT_ACT_SOFTPLUS, y, (x[i] > 0 ? x[i] : 0) + DT__K(log1p_exp)(x[i]));
         DT__EACH(DT_ACT_ABS, y, x[i] < 0 ? -x[i] : x[i] + 0); /* -0 + 0 is 0 */
         DT__EACH(DT_ACT_AFFINE, y, scale * x[i] + shift);
         DT__EACH(DT_ACT_CLAMP, y, x[i] < scale ? scale : x[i] > shift ? shift : x[i]);
-    case DT_ACT_SOFTPLUS: DT__K(softplus)(x, n, y); break;
     case DT_ACT_POW: DT__K(powers)(x, n, scale, y); break;
     case DT_ACT_SQRT: DT__K(square_roots)(x, n, y); break;
     default:
@@ -13764,44 +13855,34 @@ DT__FN void DT__K(act)(
     }
 }
 
-/* Returns gelu'(x) = s + x s (1 - s) 2 u' with s = 1 / (1 + e) and e = e^(-2u). The code computes
-   1 - s as the product e s: where s is close to 1 and x^3 is large, the difference 1 - s would have
-   too few digits. For |x| > 30 the second term is zero; the clamps prevent that it is computed as
-   infinity times zero. */
-DT__FN inline DT__REAL DT__K(gelu_derivative)(DT__REAL x) {
-    x = x < -30 ? -30 : x;
-    x = x > 30 ? 30 : x;
-    DT__REAL u = DT__GELU_A * (x + DT__GELU_B * x * x * x),
-             du = DT__GELU_A * (1 + 3 * DT__GELU_B * x * x);
-    u = u < -40 ? -40 : u;
-    u = u > 40 ? 40 : u;
-    DT__REAL e = DT__EXP(-2 * u), s = 1 / (1 + e);
-    return s + 2 * x * s * (e * s) * du;
+DT__FN_INLINE DT__REAL DT__K(gelu_slope)(DT__REAL x) {
+    DT__REAL slope;
+    x = DT__K(within)(x, 30);
+    DT__K(gated)(x, DT__GELU_2U(x), DT__GELU_2DU(x), &slope);
+    return slope;
 }
 
 /* Returns the derivative of the erf form of GELU: the normal distribution function of x plus x
    times the normal density. */
-DT__FN inline DT__REAL DT__K(gelu_erf_derivative)(DT__REAL x) {
-    x = x < -30 ? -30 : x;
-    x = x > 30 ? 30 : x;
-    return DT__PHI(x) + x * (DT__REAL)0.3989422804014327 * DT__EXP((DT__REAL)-0.5 * x * x);
+DT__FN_INLINE DT__REAL DT__K(gelu_erf_slope)(DT__REAL x) {
+    DT__REAL bell;
+    x = DT__K(within)(x, 30);
+    DT__REAL phi = DT__K(phi)(x, &bell);
+    return DT__FMA(x * (DT__REAL)0.3989422804014327, bell, phi);
 }
 
-DT__FN inline DT__REAL DT__K(silu_derivative)(DT__REAL x) {
-    x = x < -80 ? -80 : x; /* e^80 is finite, and 80 e^-80 is negligible */
-    x = x > 80 ? 80 : x;
-    DT__REAL e = DT__EXP(-x), s = 1 / (1 + e);
-    return s + x * s * (e * s);
+DT__FN_INLINE DT__REAL DT__K(silu_slope)(DT__REAL x) {
+    DT__REAL slope;
+    x = DT__K(within)(x, 88);
+    DT__K(gated)(x, x, 1, &slope);
+    return slope;
 }
 
-DT__FN inline DT__REAL DT__K(tanh_derivative)(DT__REAL x) {
-    DT__REAL t = DT__TANH(x);
-    return 1 - t * t;
-}
-
-DT__FN inline DT__REAL DT__K(sigmoid_derivative)(DT__REAL x) {
-    DT__REAL e = DT__EXP(x > 0 ? -x : x), s = 1 / (1 + e); /* the derivative is that at -|x| */
-    return s * (e * s);
+/* Returns the derivative of the logistic function, s (1 - s); that of tanh x is 4 times the value
+   at 2x. */
+DT__FN_INLINE DT__REAL DT__K(logistic_slope)(DT__REAL x) {
+    DT__REAL e = DT__EXP_DOWN(-DT__ABS(x)), inverse = 1 / (1 + e);
+    return e * inverse * inverse;
 }
 
 DT__FN void DT__K(sqrt_back)(const DT__REAL *x, const DT__REAL *d, int64_t n, DT__REAL *dx) {
@@ -13818,15 +13899,15 @@ DT__FN void DT__K(sqrt_back)(const DT__REAL *x, const DT__REAL *d, int64_t n, DT
 DT__FN void DT__K(act_back)(int act, const DT__REAL *x, const DT__REAL *d, int64_t n, DT__REAL *dx,
     DT__REAL scale, DT__REAL shift) {
     switch (act) {
-        DT__EACH(DT_ACT_GELU, dx, d[i] * DT__K(gelu_derivative)(x[i]));
-        DT__EACH(DT_ACT_GELU_ERF, dx, d[i] * DT__K(gelu_erf_derivative)(x[i]));
-        DT__EACH(DT_ACT_SILU, dx, d[i] * DT__K(silu_derivative)(x[i]));
+        DT__EACH(DT_ACT_GELU, dx, d[i] * DT__K(gelu_slope)(x[i]));
+        DT__EACH(DT_ACT_GELU_ERF, dx, d[i] * DT__K(gelu_erf_slope)(x[i]));
+        DT__EACH(DT_ACT_SILU, dx, d[i] * DT__K(silu_slope)(x[i]));
         DT__EACH(DT_ACT_RELU, dx, x[i] > 0 ? d[i] : 0);
-        DT__EACH(DT_ACT_TANH, dx, d[i] * DT__K(tanh_derivative)(x[i]));
+        DT__EACH(DT_ACT_TANH, dx, d[i] * (4 * DT__K(logistic_slope)(2 * x[i])));
         DT__EACH(DT_ACT_EXP, dx, d[i] * DT__EXP(x[i]));
         DT__EACH(DT_ACT_LN, dx, d[i] / x[i]);
-        DT__EACH(DT_ACT_SIGMOID, dx, d[i] * DT__K(sigmoid_derivative)(x[i]));
-        DT__EACH(DT_ACT_SOFTPLUS, dx, d[i] * DT__LOGISTIC(x[i]));
+        DT__EACH(DT_ACT_SIGMOID, dx, d[i] * DT__K(logistic_slope)(x[i]));
+        DT__EACH(DT_ACT_SOFTPLUS, dx, d[i] * DT__K(logistic)(x[i]));
         DT__EACH(DT_ACT_ABS, dx, x[i] > 0 ? d[i] : x[i] < 0 ? -d[i] : 0);
         DT__EACH(DT_ACT_AFFINE, dx, d[i] * scale);
         DT__EACH(DT_ACT_CLAMP, dx, x[i] > scale && x[i] < shift ? d[i] : 0);
@@ -13837,8 +13918,6 @@ DT__FN void DT__K(act_back)(int act, const DT__REAL *x, const DT__REAL *d, int64
         break;
     }
 }
-#undef DT__GELU_A
-#undef DT__GELU_B
 #endif /* vector kernels */
 
 #if DT__FLOATS
@@ -14784,8 +14863,7 @@ DT__FN dt_status DT__K(fill)(const dt_fill_args *a) {
    result in all outputs, so an output may also be an input. The result of each operation is rounded
    to the compute type (integers wrap around). DT_AVG divides the finished sum by the number of
    inputs, which may not fit into a uint8_t. */
-DT__FN inline __attribute__((always_inline)) void DT__K(reduce_strip)(
-    const dt_reduce_args *a, size_t at, int64_t n, int narrow) {
+DT__FN_INLINE void DT__K(reduce_strip)(const dt_reduce_args *a, size_t at, int64_t n, int narrow) {
     DT__REAL sums[DT__STRIP], left[DT__STRIP], right[DT__STRIP];
     const DT__REAL *x = DT__K(load)(a->dtype, a->in[0], (int64_t)at, n, left);
     for (int r = 1; r < a->n; r++) {
@@ -14942,9 +15020,10 @@ DT__FN dt_status DT__K(permute)(const dt_permute_args *args) {
             int64_t j = at_ + l_; \
             lane_[l_] += TERM; \
         } \
-        for (int w_ = 8; w_; w_ /= 2) \
-            for (int l_ = 0; l_ < w_; l_++) lane_[l_] += lane_[l_ + w_]; \
-        (total) = lane_[0]; \
+        for (int l_ = 0; l_ < 8; l_++) lane_[l_] += lane_[l_ + 8]; \
+        for (int l_ = 0; l_ < 4; l_++) lane_[l_] += lane_[l_ + 4]; \
+        for (int l_ = 0; l_ < 2; l_++) lane_[l_] += lane_[l_ + 2]; \
+        (total) = lane_[0] + lane_[1]; \
     } while (0)
 #endif /* floating types */
 
@@ -14965,14 +15044,28 @@ DT__FN DT__REAL DT__K(dot)(const DT__REAL *x, const DT__REAL *y, int64_t n) {
 /* Returns the maximum of n >= 1 elements. The comparisons may skip a NaN. This does not hide the
    NaN, because the callers then compute the exponentials of all elements. */
 DT__FN DT__REAL DT__K(largest)(const DT__REAL *x, int64_t n) {
-    DT__REAL lane[16];
+    DT__REAL lane[16], max;
     int64_t at = 0;
     for (int l = 0; l < 16; l++) lane[l] = x[0];
-    for (; at + 16 <= n; at += 16)
-        for (int l = 0; l < 16; l++) lane[l] = x[at + l] > lane[l] ? x[at + l] : lane[l];
-    for (; at < n; at++) lane[0] = x[at] > lane[0] ? x[at] : lane[0];
-    for (int l = 1; l < 16; l++) lane[0] = lane[l] > lane[0] ? lane[l] : lane[0];
-    return lane[0];
+    for (; at + 32 <= n; at += 32)
+        for (int l = 0; l < 16; l++) {
+            max = x[at + l] > x[at + l + 16] ? x[at + l] : x[at + l + 16];
+            lane[l] = max > lane[l] ? max : lane[l];
+        }
+    for (; at < n; at++) lane[at % 16] = x[at] > lane[at % 16] ? x[at] : lane[at % 16];
+    for (int l = 0; l < 8; l++) lane[l] = lane[l + 8] > lane[l] ? lane[l + 8] : lane[l];
+    for (int l = 0; l < 4; l++) lane[l] = lane[l + 4] > lane[l] ? lane[l + 4] : lane[l];
+    max = lane[0];
+    for (int l = 1; l < 4; l++) max = lane[l] > max ? lane[l] : max;
+    return max;
+}
+
+/* Computes y = e^(x - max) and returns the sum of y. */
+DT__FN DT__REAL DT__K(exponentials)(
+    const DT__REAL *__restrict__ x, int64_t n, DT__REAL max, DT__REAL *__restrict__ y) {
+    DT__REAL total;
+    DT__SUM(DT__REAL, total, n, (y[j] = DT__EXP_DOWN(x[j] - max)));
+    return total;
 }
 
 DT__FN dt_status DT__K(binary)(const dt_binary_args *a) {
@@ -14999,6 +15092,12 @@ DT__FN dt_status DT__K(binary)(const dt_binary_args *a) {
             DT__EACH(DT_STEP, out, x[i] < y[i] ? 0 : x[i] == y[i] ? (DT__REAL)0.5 : 1);
         default: return DT_ERR_ARG;
         }
+        if (a->factor) {
+            const DT__REAL *factor = DT__K(load)(a->dtype, a->factor, r.out, n, buf_x);
+            for (int64_t i = 0; i < n; i++) out[i] *= factor[i];
+        }
+        if (a->negate)
+            for (int64_t i = 0; i < n; i++) out[i] = -out[i];
         DT__K(store)(a->dtype, a->out, r.out, r.n, out, mode);
     }
     return DT_OK;
@@ -15079,8 +15178,33 @@ DT__FN dt_status DT__K(glu)(const dt_glu_args *a) {
     return DT_OK;
 }
 
+/* Computes the gradients of gate and up from that of act(gate) * up. Value and slope of SiLU and
+   GELU share an exponential. */
+DT__FN void DT__K(glu_slopes)(int act, const DT__REAL *gate, const DT__REAL *up,
+    const DT__REAL *dout, int64_t n, DT__REAL *dgate, DT__REAL *dup) {
+    DT__REAL slope;
+#define DT__GATED(u, du, most) \
+    for (int64_t i = 0; i < n; i++) { \
+        DT__REAL x = DT__K(within)(gate[i], most); \
+        dup[i] = dout[i] * (gate[i] * DT__K(gated)(x, u, du, &slope)); \
+        dgate[i] = dout[i] * up[i] * slope; \
+    }
+    if (act == DT_ACT_SILU) {
+        DT__GATED(x, 1, 88)
+    } else if (act == DT_ACT_GELU) {
+        DT__GATED(DT__GELU_2U(x), DT__GELU_2DU(x), 30)
+    } else {
+        for (int64_t i = 0; i < n; i++) dup[i] = dout[i] * up[i];
+        DT__K(act_back)(act, gate, dup, n, dgate, 1, 0);
+        DT__K(act)(act, gate, n, dup, 1, 0);
+        for (int64_t i = 0; i < n; i++) dup[i] *= dout[i];
+    }
+#undef DT__GATED
+}
+
 DT__FN dt_status DT__K(glu_back)(const dt_glu_back_args *a) {
-    DT__REAL d[DT__STRIP], dx[DT__STRIP], buf_x[DT__STRIP], buf_up[DT__STRIP], buf_d[DT__STRIP];
+    DT__REAL dgate[DT__STRIP], dup[DT__STRIP], buf_x[DT__STRIP], buf_up[DT__STRIP],
+        buf_d[DT__STRIP];
     int64_t cols = (int64_t)a->cols;
     int mode = dt__store_mode(a->accumulate, 2 * (int64_t)a->rows * cols, a->dtype);
     if (a->act < 0 || a->act >= DT_ACT_AFFINE) return DT_ERR_ARG;
@@ -15091,12 +15215,9 @@ DT__FN dt_status DT__K(glu_back)(const dt_glu_back_args *a) {
             const DT__REAL *gate = DT__K(load)(a->dtype, a->in, gate_at, n, buf_x);
             const DT__REAL *up = DT__K(load)(a->dtype, a->in, up_at, n, buf_up);
             const DT__REAL *dout = DT__K(load)(a->dtype, a->dout, r * cols + c, n, buf_d);
-            for (int64_t i = 0; i < n; i++) d[i] = dout[i] * up[i];
-            DT__K(act_back)(a->act, gate, d, n, dx, 1, 0);
-            DT__K(store)(a->dtype, a->dx, gate_at, n, dx, mode);
-            DT__K(act)(a->act, gate, n, d, 1, 0);
-            for (int64_t i = 0; i < n; i++) d[i] *= dout[i];
-            DT__K(store)(a->dtype, a->dx, up_at, n, d, mode);
+            DT__K(glu_slopes)(a->act, gate, up, dout, n, dgate, dup);
+            DT__K(store)(a->dtype, a->dx, gate_at, n, dgate, mode);
+            DT__K(store)(a->dtype, a->dx, up_at, n, dup, mode);
         }
     }
     return DT_OK;
@@ -15214,40 +15335,72 @@ DT__FN inline int DT__K(is_greater)(DT__REAL a, DT__REAL b) {
     return (a > b) | ((a != a) & (b == b));
 }
 
-/* Returns the index of the first NaN among n elements; without a NaN, that of the first maximum.
-   Blocks without such an element are skipped: a loop that only counts is vectorized. */
-DT__FN int64_t DT__K(argmax)(const DT__REAL *x, int64_t n) {
-    enum { BLOCK = 64 };
-    DT__REAL best = DT__K(largest)(x, n);
-    int nans = 0, hits = 0;
-    int64_t first = 0;
-    for (int64_t i = 0; i < n; i++) nans += x[i] != x[i];
-    for (; first + BLOCK <= n; first += BLOCK) {
-        for (int l = 0; l < BLOCK; l++)
-            hits += nans ? x[first + l] != x[first + l] : x[first + l] == best;
-        if (hits) break;
+/* Sixteen candidates for the maximum of a row, and their indices. */
+typedef struct DT__K(maxima) {
+    DT__REAL best[16];
+    int32_t index[16];
+} DT__K(maxima);
+
+/* Compares elements at, at + 1, .. with the candidates. Returns 1 in lane l of nan if there is a
+   NaN. */
+DT__FN_INLINE void DT__K(maxima_update)(
+    DT__K(maxima) * m, const DT__REAL *x, int32_t at, int32_t *nan) {
+    for (int32_t l = 0; l < 16; l++) {
+        DT__REAL value = x[l];
+        m->index[l] = value > m->best[l] ? at + l : m->index[l];
+        m->best[l] = value > m->best[l] ? value : m->best[l];
+        nan[l] |= value != value;
     }
-    if (nans)
-        while (x[first] == x[first]) first++;
-    else
-        while (x[first] != best) first++;
+}
+
+/* Finds the maximum of a strip and its index: the first NaN, or without a NaN the first maximum.
+   Two groups of candidates halve the chain of dependent comparisons. */
+DT__FN int32_t DT__K(argmax)(const DT__REAL *x, int32_t n) {
+    DT__K(maxima) even, odd;
+    int32_t nan[16] = { 0 }, nans = 0, at = 0, first = 0;
+    for (int l = 0; l < 16; l++)
+        even.best[l] = odd.best[l] = x[0], even.index[l] = odd.index[l] = 0;
+    for (; at + 32 <= n; at += 32) {
+        DT__K(maxima_update)(&even, x + at, at, nan);
+        DT__K(maxima_update)(&odd, x + at + 16, at + 16, nan);
+    }
+    for (int l = 0; l < 16; l++) nans |= nan[l];
+    for (int32_t i = at; i < n; i++) nans |= x[i] != x[i];
+    while (nans && x[first] == x[first]) first++;
+    if (nans) return first;
+    for (int l = 0; l < 16; l++) {
+        int is_odd = odd.best[l] > even.best[l] ||
+                     (odd.best[l] == even.best[l] && odd.index[l] < even.index[l]);
+        even.best[l] = is_odd ? odd.best[l] : even.best[l];
+        even.index[l] = is_odd ? odd.index[l] : even.index[l];
+    }
+    DT__REAL best = even.best[0];
+    first = even.index[0];
+    for (int l = 1; l < 16; l++) {
+        int is_better = even.best[l] > best || (even.best[l] == best && even.index[l] < first);
+        best = is_better ? even.best[l] : best;
+        first = is_better ? even.index[l] : first;
+    }
+    for (; at < n; at++)
+        if (x[at] > x[first]) first = at;
     return first;
 }
 
 /* Finds the maximum and its index in each row. */
 DT__FN dt_status DT__K(max_rows)(const dt_max_args *a) {
-    DT__REAL buf[DT__STRIP];
+    enum { LONG_STRIP = 4 * DT__STRIP };
+    DT__REAL buf[LONG_STRIP];
     int64_t n = (int64_t)a->n;
     for (int64_t o = 0; o < (int64_t)a->outer; o++) {
         DT__REAL best = 0;
-        for (int64_t at = 0; at < n; at += DT__STRIP) {
-            const DT__REAL *x = DT__K(load)(
-                a->dtype, a->in, o * n + at, n - at < DT__STRIP ? n - at : DT__STRIP, buf);
-            dt__prefetch(a->dtype, a->in, o * n + at + DT__STRIP, DT__STRIP);
-            int64_t i = DT__K(argmax)(x, n - at < DT__STRIP ? n - at : DT__STRIP);
+        for (int64_t at = 0; at < n; at += LONG_STRIP) {
+            int64_t have = n - at < LONG_STRIP ? n - at : (int64_t)LONG_STRIP;
+            const DT__REAL *x = DT__K(load)(a->dtype, a->in, o * n + at, have, buf);
+            dt__prefetch(a->dtype, a->in, o * n + at + have, have);
+            int32_t i = DT__K(argmax)(x, (int32_t)have);
             if (at > 0 && !DT__K(is_greater)(x[i], best)) continue;
             best = x[i];
-            a->index[o] = (int32_t)(at + i);
+            a->index[o] = (int32_t)at + i;
         }
         DT__K(store)(a->dtype, a->out, o, 1, &best, 0);
     }
@@ -15299,52 +15452,66 @@ DT__FN dt_status DT__K(norm)(const dt_norm_args *a) {
     const DT__REAL *gain = DT__K(load)(a->dtype, a->gain, 0, cols, gain_buf);
     const DT__REAL *bias = a->rms ? NULL : DT__K(load)(a->dtype, a->bias, 0, cols, gain_buf + cols);
     gain = DT__K(offset_gain)(gain_buf, gain, cols, a->gain_offset);
+    int mode = dt__store_mode(0, (int64_t)a->rows * cols, a->dtype);
     for (int64_t r = 0; r < (int64_t)a->rows; r++) {
         const DT__REAL *x = DT__K(load)(a->dtype, a->in, r * cols, cols, buf);
         DT__REAL variance, mean = a->rms ? 0 : DT__K(total)(x, cols) / (DT__REAL)cols;
         DT__SUM(DT__REAL, variance, cols, (x[j] - mean) * (x[j] - mean));
         DT__REAL rstd = (DT__REAL)(1 / sqrt((double)variance / (double)cols + a->eps));
+        DT__REAL *y = DT__K(results)(a->dtype, a->out, r * cols, out, mode);
         if (a->rms)
-            for (int64_t c = 0; c < cols; c++) out[c] = x[c] * rstd * gain[c];
+            for (int64_t c = 0; c < cols; c++) y[c] = x[c] * rstd * gain[c];
         else
-            for (int64_t c = 0; c < cols; c++) out[c] = (x[c] - mean) * rstd * gain[c] + bias[c];
-        DT__K(store)(a->dtype, a->out, r * cols, cols, out, 0);
+            for (int64_t c = 0; c < cols; c++) y[c] = (x[c] - mean) * rstd * gain[c] + bias[c];
+        DT__K(store)(a->dtype, a->out, r * cols, cols, y, mode);
         if (!a->rms) ((DT__REAL *)a->mean)[r] = mean;
         ((DT__REAL *)a->rstd)[r] = rstd;
     }
     return DT_OK;
 }
 
+/* The first pass of norm_back over a row: computes y, adds the row to dgain and dbias, and returns
+   the sum of g. */
+DT__FN DT__REAL DT__K(norm_back_row)(const DT__REAL *__restrict__ x,
+    const DT__REAL *__restrict__ dout, const DT__REAL *__restrict__ gain, DT__REAL mean,
+    DT__REAL rstd, int64_t cols, DT__REAL *__restrict__ y, DT__REAL *__restrict__ dgain,
+    DT__REAL *__restrict__ dbias) {
+    DT__REAL total;
+    DT__SUM(DT__REAL, total, cols,
+        (y[j] = (x[j] - mean) * rstd, dgain[j] += dout[j] * y[j], dbias[j] += dout[j],
+            dout[j] * gain[j]));
+    return total;
+}
+
 /* The backward of norm. Let y = (x - mean) rstd and g = dout gain. Then dx = rstd (g - mean(g) - y
    mean(g y)), dgain is the sum over rows of dout y, and dbias is the sum over rows of dout. The
    term mean(g) comes from the derivative of the mean, so RMSNorm does not have this term. `work`
-   holds y, g, widened rows, and the sums dgain and dbias, which are stored only when they are
+   holds y, dx, widened rows, and the sums dgain and dbias, which are stored only when they are
    complete. */
 DT__FN dt_status DT__K(norm_back)(const dt_norm_back_args *a) {
     int64_t cols = (int64_t)a->cols;
     if (!a->work || a->work_bytes < dt_row_work(cols, a->dtype)) return DT_ERR_ARG;
-    DT__REAL *y = (DT__REAL *)dt__align64(a->work), *g = y + cols, *dgain = g + cols,
+    DT__REAL *y = (DT__REAL *)dt__align64(a->work), *dx = y + cols, *dgain = dx + cols,
              *dbias = dgain + cols;
     DT__REAL *buf = dbias + cols, *gain_buf = buf + cols;
     const DT__REAL *gain = DT__K(load)(a->dtype, a->gain, 0, cols, gain_buf);
     gain = DT__K(offset_gain)(gain_buf, gain, cols, a->gain_offset);
     memset(dgain, 0, 2 * (size_t)cols * sizeof *dgain);
+    int mode = dt__store_mode(a->accumulate_x, (int64_t)a->rows * cols, a->dtype);
     for (int64_t r = 0; r < (int64_t)a->rows; r++) {
         DT__REAL mean = a->rms ? 0 : ((const DT__REAL *)a->mean)[r],
                  rstd = ((const DT__REAL *)a->rstd)[r];
-        const DT__REAL *x = DT__K(load)(a->dtype, a->in, r * cols, cols, buf);
-        for (int64_t c = 0; c < cols; c++) y[c] = (x[c] - mean) * rstd;
-        const DT__REAL *dout = DT__K(load)(a->dtype, a->dout, r * cols, cols, buf);
-        for (int64_t c = 0; c < cols; c++) g[c] = dout[c] * gain[c];
-        for (int64_t c = 0; c < cols; c++) {
-            dgain[c] += dout[c] * y[c];
-            dbias[c] += dout[c];
-        }
+        const DT__REAL *x = DT__K(load)(a->dtype, a->in, r * cols, cols, dx), /* before dx is */
+            *dout = DT__K(load)(a->dtype, a->dout, r * cols, cols, buf);
+        DT__REAL mean_g = DT__K(norm_back_row)(x, dout, gain, mean, rstd, cols, y, dgain, dbias);
         if (!a->dx) continue;
-        DT__REAL mean_g = a->rms ? 0 : DT__K(total)(g, cols) / (DT__REAL)cols;
-        DT__REAL mean_gy = DT__K(dot)(g, y, cols) / (DT__REAL)cols;
-        for (int64_t c = 0; c < cols; c++) g[c] = rstd * (g[c] - mean_g - y[c] * mean_gy);
-        DT__K(store)(a->dtype, a->dx, r * cols, cols, g, a->accumulate_x);
+        DT__REAL mean_gy;
+        DT__SUM(DT__REAL, mean_gy, cols, dout[j] * gain[j] * y[j]);
+        mean_g = a->rms ? 0 : mean_g / (DT__REAL)cols;
+        mean_gy /= (DT__REAL)cols;
+        for (int64_t c = 0; c < cols; c++)
+            dx[c] = rstd * (dout[c] * gain[c] - mean_g - y[c] * mean_gy);
+        DT__K(store)(a->dtype, a->dx, r * cols, cols, dx, mode);
     }
     DT__K(store)(dt__wide(a->dtype, a->wide_gain), a->dgain, 0, cols, dgain, a->accumulate_gain);
     DT__K(store)(dt__wide(a->dtype, a->wide_bias), a->dbias, 0, cols, dbias, a->accumulate_bias);
@@ -15355,13 +15522,13 @@ DT__FN dt_status DT__K(softmax)(const dt_softmax_args *a) {
     int64_t cols = (int64_t)a->cols;
     if (!a->work || a->work_bytes < dt_row_work(cols, a->dtype)) return DT_ERR_ARG;
     DT__REAL *out = (DT__REAL *)dt__align64(a->work), *buf = out + cols;
+    int mode = dt__store_mode(0, (int64_t)a->rows * cols, a->dtype);
     for (int64_t r = 0; r < (int64_t)a->rows && cols > 0; r++) {
         const DT__REAL *x = DT__K(load)(a->dtype, a->in, r * cols, cols, buf);
-        DT__REAL max = DT__K(largest)(x, cols);
-        for (int64_t c = 0; c < cols; c++) out[c] = DT__EXP(x[c] - max);
-        DT__REAL inverse = 1 / DT__K(total)(out, cols);
-        for (int64_t c = 0; c < cols; c++) out[c] *= inverse;
-        DT__K(store)(a->dtype, a->out, r * cols, cols, out, 0);
+        DT__REAL inverse = 1 / DT__K(exponentials)(x, cols, DT__K(largest)(x, cols), out);
+        DT__REAL *y = DT__K(results)(a->dtype, a->out, r * cols, out, mode);
+        for (int64_t c = 0; c < cols; c++) y[c] = out[c] * inverse;
+        DT__K(store)(a->dtype, a->out, r * cols, cols, y, mode);
     }
     return DT_OK;
 }
@@ -15370,12 +15537,13 @@ DT__FN dt_status DT__K(softmax_back)(const dt_softmax_back_args *a) {
     int64_t cols = (int64_t)a->cols;
     if (!a->work || a->work_bytes < dt_row_work(cols, a->dtype)) return DT_ERR_ARG;
     DT__REAL *dx = (DT__REAL *)dt__align64(a->work), *buf_y = dx + cols, *buf_d = buf_y + cols;
+    int mode = dt__store_mode(a->accumulate, (int64_t)a->rows * cols, a->dtype);
     for (int64_t r = 0; r < (int64_t)a->rows; r++) {
         const DT__REAL *y = DT__K(load)(a->dtype, a->out, r * cols, cols, buf_y);
         const DT__REAL *dout = DT__K(load)(a->dtype, a->dout, r * cols, cols, buf_d);
         DT__REAL mean = DT__K(dot)(y, dout, cols);
         for (int64_t c = 0; c < cols; c++) dx[c] = y[c] * (dout[c] - mean);
-        DT__K(store)(a->dtype, a->dx, r * cols, cols, dx, a->accumulate);
+        DT__K(store)(a->dtype, a->dx, r * cols, cols, dx, mode);
     }
     return DT_OK;
 }
@@ -15935,33 +16103,6 @@ DT__FN void DT__K(weighted_sums)(DT__REAL *to, const DT__K(attention_work) * w,
             to + d * DT__QUERY_BLOCK, DT__QUERY_BLOCK, factor);
 }
 
-/* Returns e^x for x <= 0, which all arguments of the softmax are, up to rounding; NaN for NaN. With
-   fused multiply-adds the chain of dependent operations is half as long as that of dt__expf, which
-   must not use them. Results below 2^-126.5, which dt__expf computes as subnormal numbers,
-   are 0. */
-#if DT__BITS == 32 && DT__ISA != 0
-DT__FN inline float DT__K(softmax_exp)(float x) {
-    const float magic = 12582912.0f; /* x + magic rounds x to an integer, in the low bits */
-    x = x < -88.0f ? -88.0f : x;
-    float shifted = __builtin_fmaf(x, 1.44269504f, magic), n = shifted - magic, power;
-    float r = __builtin_fmaf(n, -0.693359375f, x);
-    r = __builtin_fmaf(n, 2.12194440e-4f, r);
-    float p = __builtin_fmaf(1.9875691500e-4f, r, 1.3981999507e-3f);
-    p = __builtin_fmaf(p, r, 8.3334519073e-3f);
-    p = __builtin_fmaf(p, r, 4.1665795894e-2f);
-    p = __builtin_fmaf(p, r, 1.6666665459e-1f);
-    p = __builtin_fmaf(p, r, 5.0000001201e-1f);
-    p = __builtin_fmaf(p, r * r, r) + 1.0f;
-    uint32_t bits;
-    memcpy(&bits, &shifted, 4);
-    bits = (bits - 0x4b400000u + 127) << 23; /* the bits of 2^n, or of 0 if n is -127 */
-    memcpy(&power, &bits, 4);
-    return p * power;
-}
-#else
-DT__FN inline DT__REAL DT__K(softmax_exp)(DT__REAL x) { return DT__EXP(x); }
-#endif
-
 /* Online softmax of a tile for NR lanes. Replaces the scores s in w->p by p = e^(s - m'), and
    updates m and l. factor[l] receives e^(m - m'). */
 DT__FN void DT__K(softmax_tile)(DT__K(attention_work) * w, const dt_attention_args *a,
@@ -15987,7 +16128,7 @@ DT__FN void DT__K(softmax_tile)(DT__K(attention_work) * w, const dt_attention_ar
     }
     row = first;
     for (int64_t j = 0; j < v.end; j++, row += DT__QUERY_BLOCK) {
-        for (int l = 0; l < DT__NR; l++) row[l] = DT__K(softmax_exp)(row[l] - max[l]);
+        for (int l = 0; l < DT__NR; l++) row[l] = DT__EXP_DOWN(row[l] - max[l]);
         for (int l = 0; l < DT__NR; l++) sum[l] += row[l];
     }
     for (int l = 0; l < DT__NR; l++) w->sum[lane + l] = w->sum[lane + l] * factor[l] + sum[l];
@@ -16040,7 +16181,7 @@ DT__FN DT__REAL DT__K(softmax_row)(DT__K(attention_work) * w, const dt_attention
     for (int64_t j = 0; j < v.end; j++) max = s[j] > max ? s[j] : max;
     DT__REAL shift = max == (DT__REAL)-INFINITY ? 0 : max; /* as in softmax_tile */
     factor = DT__EXP(w->max[r] - shift);
-    for (int64_t j = 0; j < v.end; j++) s[j] = DT__K(softmax_exp)(s[j] - shift);
+    for (int64_t j = 0; j < v.end; j++) s[j] = DT__EXP_DOWN(s[j] - shift);
     for (int64_t j = 0; j < v.end; j++) sum += s[j];
     w->max[r] = max;
     w->sum[r] = w->sum[r] * factor + sum;
@@ -16190,7 +16331,7 @@ DT__FN void DT__K(softmax_back_tile)(const DT__K(attention_work) * w, const dt_a
         }
         if (j >= v.unmasked) DT__K(mask_row)
         (p, &a->mask, b->position + lane, b->document + lane, t, j);
-        for (int l = 0; l < DT__NR; l++) p[l] = DT__K(softmax_exp)(p[l] - lse[l]);
+        for (int l = 0; l < DT__NR; l++) p[l] = DT__EXP_DOWN(p[l] - lse[l]);
         for (int l = 0; l < DT__NR; l++) ds[l] = p[l] * ds[l];
     }
 }
@@ -16327,13 +16468,12 @@ DT__FN dt_status DT__K(attention_back)(const dt_attention_back_args *g) {
 /* Log-sum-exp: returns max + log(sum of e^(x - max)). The largest term is 1, so nothing overflows.
    The exponentials are computed in the compute type, their sum and its logarithm in double. */
 DT__FN double DT__K(log_sum_exp)(const DT__REAL *x, int64_t n) {
-    DT__REAL term[DT__STRIP], max = DT__K(largest)(x, n);
+    DT__REAL max = DT__K(largest)(x, n);
     double sum = 0;
     for (int64_t c = 0; c < n; c += DT__STRIP) {
         int64_t have = n - c < DT__STRIP ? n - c : DT__STRIP;
         double partial;
-        for (int64_t i = 0; i < have; i++) term[i] = DT__EXP(x[c + i] - max);
-        DT__SUM(double, partial, have, (double)term[j]);
+        DT__SUM(double, partial, have, (double)DT__EXP_DOWN(x[c + j] - max));
         sum += partial;
     }
     return (double)max + log(sum);
@@ -16391,8 +16531,9 @@ DT__FN dt_status DT__K(cross_entropy_back)(const dt_cross_entropy_back_args *a) 
                  scale = factor * (1 + (DT__REAL)(2 * a->z) * lse);
         int64_t label = a->labels[r], column = label - a->offset;
         if (label >= all) return DT_ERR_ARG;
-        memset(d, 0, (size_t)cols * sizeof *d);
-        for (int64_t c = 0; c < vocab && label >= 0; c++) d[c] = scale * DT__EXP(x[c] - lse) - off;
+        int64_t real = label >= 0 ? vocab : 0; /* columns with a gradient */
+        memset(d + real, 0, (size_t)(cols - real) * sizeof *d);
+        for (int64_t c = 0; c < real; c++) d[c] = scale * DT__EXP_DOWN(x[c] - lse) - off;
         if (label >= 0 && column >= 0 && column < vocab) d[column] -= on;
         DT__K(store)(a->dtype, a->dlogits, r * cols, cols, d, mode);
     }
@@ -16404,8 +16545,8 @@ DT__FN dt_status DT__K(cross_entropy_back)(const dt_cross_entropy_back_args *a) 
 DT__FN double DT__K(bce_sum)(const DT__REAL *x, const DT__REAL *y, int64_t n) {
     DT__REAL rest[DT_PIECE];
     double sum;
-    DT__K(log1p_exps)(x, n, rest);
-    for (int64_t i = 0; i < n; i++) rest[i] += x[i] > 0 ? x[i] * (1 - y[i]) : -x[i] * y[i];
+    for (int64_t i = 0; i < n; i++)
+        rest[i] = (x[i] > 0 ? x[i] * (1 - y[i]) : -x[i] * y[i]) + DT__K(log1p_exp)(x[i]);
     DT__SUM(double, sum, n, (double)rest[j]);
     return sum;
 }
@@ -16442,7 +16583,7 @@ DT__FN dt_status DT__K(pair_loss_back)(const dt_pair_loss_back_args *a) {
                        *y = DT__K(load)(a->dtype, a->b, at, n, buf_y);
         switch (a->kind) {
             DT__EACH(DT_PAIR_SQUARE, d, factor * (x[i] - y[i]));
-            DT__EACH(DT_PAIR_BCE, d, factor * (DT__LOGISTIC(x[i]) - y[i]));
+            DT__EACH(DT_PAIR_BCE, d, factor * (DT__K(logistic)(x[i]) - y[i]));
             DT__EACH(DT_PAIR_BCE_TARGET, d, factor * -y[i]);
         }
         DT__K(store)(a->dtype, a->da, at, n, d, mode);
@@ -16862,11 +17003,16 @@ DT__O1_END
 #undef DT__REAL
 #undef DT__WIDE
 #undef DT__FLOATS
+#undef DT__ABS
+#undef DT__COPYSIGN
+#undef DT__FMA
 #undef DT__EXP
+#undef DT__EXP_DOWN
 #undef DT__LOG
 #undef DT__LOG1P
 #undef DT__POW
 #undef DT__FN
+#undef DT__FN_INLINE
 #undef DT__SUFFIX
 #undef DT__NV
 #undef DT__NR
@@ -16883,10 +17029,12 @@ DT__O1_END
 #undef DT__MATMUL_ROWS
 #undef DT__ATTENTION_ROWS
 #undef DT__TANH
-#undef DT__PHI
 #undef DT__GEMM
-#undef DT__LOGISTIC
 #undef DT__EACH
+#undef DT__GELU_A
+#undef DT__GELU_B
+#undef DT__GELU_2U
+#undef DT__GELU_2DU
 #undef DT__BITS
 #undef DT__ISA
 #endif /* DT__BITS */
@@ -17103,7 +17251,8 @@ DT__CPP_WARNINGS_ON
              dt_log_softmax, dt_detach, dt_print, dt_grad_check, dt_param_desc.matrices and
              shared_stages;
              the kernels digest, quantize, where, cumsum, patches and patches_back, which
-             your own table needs too, and pair_loss in place of mse. Under dt_no_grad a block drops
+             your own table needs too, pair_loss in place of mse, the fields factor and negate
+             of dt_binary_args. Under dt_no_grad a block drops
              what it made. A tensor that is used after dt_reset fails; so does dt_grad with an index
              that the node does not have. dt_max_over and dt_topk order NaN above all numbers
      0.1.0   one rank: tensors, tape, blocks, units, memory account, CPU kernels, JSON, weight files

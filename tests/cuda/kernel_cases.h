@@ -192,13 +192,15 @@ static void test_binary() {
             array &b = put(a, placement, reach(v.shape, v.b), EXACT);
             for (size_t k = 0; k < b.count && k < a[1].count && op > DT_DIV; k += 3)
                 set(b, k, k % 2 ? NAN : a[1].at(k)); // ties and NaNs
+            int fused = op % 2;
+            put(a, placement, (size_t)dt_count(v.shape), EXACT);
             check(
                 dtc_text(
                     "binary %d of view %ld, accumulate %d", op, (long)(&v - VIEWS), accumulate),
                 a,
                 [=](const dt_kernels *t, arrays &x) {
                     dt_binary_args args = { TYPE, op, x[0].data(), x[1].data(), x[2].data(),
-                        v.shape, { 0 }, { 0 }, accumulate };
+                        v.shape, { 0 }, { 0 }, accumulate, fused ? x[3].data() : NULL, fused };
                     memcpy(args.stride_a, v.a, sizeof v.a);
                     memcpy(args.stride_b, v.b, sizeof v.b);
                     return t->binary(&args, NULL);
@@ -211,7 +213,7 @@ static void test_binary() {
     for (int op : { (int)DT_MUL, (int)DT_BINARY_OPS, -1 })
         check(dtc_text("binary %d in place", op), a, [=](const dt_kernels *t, arrays &x) {
             dt_binary_args args = { TYPE, op, x[0].data(), x[0].data(), x[1].data(),
-                { 2, { 33, 24 } }, { 24, 1 }, { 0, 1 }, 0 };
+                { 2, { 33, 24 } }, { 24, 1 }, { 0, 1 }, 0, NULL, 0 };
             return t->binary(&args, NULL);
         });
 }

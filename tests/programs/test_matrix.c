@@ -326,7 +326,7 @@ static dt_status times_slope(
     void *slope = dt_scratch(ctx, count * dt_dtype_size(x->dtype));
     dt_unary_args line = { x->dtype, DT_ACT_AFFINE, slope, x->data, count, scale, 1 };
     dt_binary_args product = { x->dtype, DT_MUL, out, a, slope, DT_SHAPE(count), { 1 }, { 1 },
-        accumulate };
+        accumulate, NULL, 0 };
     dt_status status = slope ? kernels->unary(&line, dt_ctx_stream(ctx)) : dt_error(ctx);
     return status ? status : kernels->binary(&product, dt_ctx_stream(ctx));
 }

@@ -318,14 +318,15 @@ static void product_bits(dt_dtype type, int isa, int64_t M, int64_t N, int64_t K
 
 // ==== 2. Every other kernel, compared with plain loops ==========================================
 
-/* Runs all kernels with one instruction set in one type. Holds the arrays to free and a hash of the
-   bytes of every output. */
+/* Runs all kernels with one instruction set in one type. Holds the arrays to free and two hashes of
+   the bytes of every output: [1] of the kernels with elementary functions, [0] of the others. */
 typedef struct bench {
     const dt__variant *v;
     dt_dtype t;
     int isa, n_all;
     void *all[2048];
-    uint64_t hash;
+    uint64_t hash[2];
+    int elementary; /* the hash that `same` extends */
     uint64_t seed;
     double worst;
     const double *terms; /* see same */
@@ -383,8 +384,9 @@ static void same(bench *b, const char *what, const void *x, dt_dtype type, const
     CHECK_MSG(most <= 1, "%s %s %s: element %zu is %.9g, not %.9g: %.2g of the tolerance", what,
         isa_name[b->isa], dt_dtype_name(b->t), at, get(x, type, (int64_t)at), want[at], most);
     b->worst = fmax(b->worst, most);
+    uint64_t *hash = &b->hash[b->elementary];
     for (size_t i = 0; i < n * size; i++)
-        b->hash = (b->hash ^ ((const unsigned char *)x)[i]) * 0x100000001b3u;
+        *hash = (*hash ^ ((const unsigned char *)x)[i]) * 0x100000001b3u;
 }
 #define OK(call) \
     CHECK_MSG((call) == DT_OK, "%s %s: %s", isa_name[b->isa], dt_dtype_name(b->t), #call)
@@ -517,9 +519,10 @@ static void bench_binary(bench *b) {
         { { 0, 5, 1 }, { 37, 1, 0 } }, { { 5, 0, 1 }, { 1, 3, 0 } } };
     for (int op = 0; op < DT_BINARY_OPS; op++)
         for (int s = 0; s < 6; s++) {
-            void *x = array(b, N), *y = array(b, N), *out = array(b, N);
+            void *x = array(b, N), *y = array(b, N), *out = array(b, N), *factor = array(b, N);
             double *want = before(b, out, b->t, 3 * 37 * 5);
             dt_shape shape = DT_SHAPE(3, 37, 5);
+            int fused = (op + s) % 2; /* multiplies by -factor */
             for (int i = 0; i < N; i++) {
                 if (op < DT_MINIMUM) put(y, b->t, i, 1.5 + get(y, b->t, i) / 2);
                 if (op > DT_MAXIMUM && i % 3 == 0) put(y, b->t, i, get(x, b->t, i)); /* ties */
@@ -530,7 +533,9 @@ static void bench_binary(bench *b) {
                 .a = x,
                 .b = y,
                 .shape = shape,
-                .accumulate = s > 2 };
+                .accumulate = s > 2,
+                .factor = fused ? factor : NULL,
+                .negate = fused };
             memcpy(a.stride_a, stride[s % 3][0], sizeof stride[0][0]);
             memcpy(a.stride_b, stride[s % 3][1], sizeof stride[0][0]);
             for (int i = 0; i < 3 * 37 * 5; i++) {
@@ -539,7 +544,8 @@ static void bench_binary(bench *b) {
                 int64_t ib =
                     i / 185 * a.stride_b[0] + i / 5 % 37 * a.stride_b[1] + i % 5 * a.stride_b[2];
                 double p = get(x, b->t, ia), q = get(y, b->t, ib);
-                want[i] = (s > 2 ? want[i] : 0) + naive_binary(op, p, q);
+                want[i] = (s > 2 ? want[i] : 0) +
+                          naive_binary(op, p, q) * (fused ? -get(factor, b->t, i) : 1);
             }
             OK(b->v->binary(&a));
             same(b, "binary", out, b->t, want, 3 * 37 * 5, 1);
@@ -636,15 +642,15 @@ static void bench_permute(bench *b) {
 }
 
 /* The first of equal maxima, in rows of several strips and in columns; the largest values stand in
-   the first half. */
+   the first half, the first of them at various places. */
 static void bench_max(bench *b) {
     enum { LONG = 1100 };
-    for (int inner = 1; inner <= 3; inner += 2) {
-        int n = LONG / inner;
+    for (int test = 0; test < 12; test++) {
+        int inner = test % 2 ? 3 : 1, n = LONG / inner, shift = 9 * test;
         void *x = array(b, 2 * n * inner), *out = array(b, 2 * inner);
         int32_t index[6];
         for (int i = 0; i < 2 * n * inner; i++)
-            put(x, b->t, i, i / inner % n < n / 2 ? i * 37 % 16 : i * 37 % 15);
+            put(x, b->t, i, i / inner % n < n / 2 ? (i + shift) * 37 % 61 : i * 37 % 59);
         dt_max_args a = { b->t, out, index, x, 2, n, inner };
         OK(b->v->max(&a));
         for (int k = 0; k < 2 * inner; k++) {
@@ -1788,24 +1794,30 @@ static void bench_all_attention(bench *b) {
 
 // ==== 4. All instruction sets, all types ========================================================
 
-/* Runs all kernels that promise the same bits with every instruction set. Returns the hash of their
-   outputs. */
-static uint64_t bench_all(bench *b) {
-    static void (*const group[])(bench *) = { bench_unary, bench_unary_edges, bench_binary,
-        bench_binary_special, bench_where, bench_bce, bench_permute, bench_max, bench_glu,
-        bench_sum, bench_pick, bench_softmax, bench_rows, bench_others, bench_updates,
-        bench_update_lists, bench_signs, bench_dropout, bench_cumsum, bench_patches };
+/* Runs all kernels but matrix products and attention, whose bits depend on the instruction set. */
+static void bench_all(bench *b) {
+    static const struct {
+        void (*run)(bench *);
+        int elementary;
+    } group[] = { { bench_unary, 1 }, { bench_unary_edges, 1 }, { bench_binary, 0 },
+        { bench_binary_special, 0 }, { bench_where, 0 }, { bench_bce, 1 }, { bench_permute, 0 },
+        { bench_max, 0 }, { bench_glu, 1 }, { bench_sum, 0 }, { bench_pick, 0 },
+        { bench_softmax, 1 }, { bench_rows, 0 }, { bench_others, 0 }, { bench_updates, 0 },
+        { bench_update_lists, 0 }, { bench_signs, 0 }, { bench_dropout, 0 }, { bench_cumsum, 0 },
+        { bench_patches, 0 } };
     for (size_t i = 0; i < sizeof group / sizeof *group; i++) {
-        group[i](b);
+        b->elementary = group[i].elementary;
+        group[i].run(b);
         while (b->n_all > 0) free(b->all[--b->n_all]);
     }
     for (int kind = 0; kind < 16; kind++) {
+        b->elementary = 0;
         if (kind < 8) bench_norm(b, kind);
         if (kind < 8) bench_rope(b, kind);
+        b->elementary = 1;
         bench_cross_entropy(b, kind);
         while (b->n_all > 0) free(b->all[--b->n_all]);
     }
-    return b->hash;
 }
 
 /* The threads of OpenMP are the same for all instruction sets, so the best one is enough for them. */
@@ -1817,18 +1829,22 @@ static int first_isa(void) {
 #endif
 }
 
+/* All instruction sets give the same bits, except that the elementary functions of f32 and the
+   16-bit types use fused multiply-adds where the set has them. Every set is compared with the exact
+   values within the same tolerance. */
 static void test_all_kernels(void) {
     for (int t = 0; t < 4; t++) {
-        uint64_t plain = 0;
+        uint64_t expected[2] = { 0 };
         double worst = 0, worst_attention = 0;
         for (int isa = first_isa(); isa <= dt__best_isa(); isa++) {
-            bench b = {
-                .v = dt__variant_of(float_types[t], isa), .t = float_types[t], .isa = isa, .hash = 1
-            };
-            uint64_t hash = bench_all(&b);
-            if (isa == first_isa()) plain = hash;
-            CHECK_MSG(hash == plain, "%s: the bits of %s differ from plain", dt_dtype_name(b.t),
-                isa_name[isa]);
+            bench b = { .v = dt__variant_of(float_types[t], isa), .t = float_types[t], .isa = isa };
+            bench_all(&b);
+            for (int e = 0; e < 2; e++) {
+                int first = e == 1 && float_types[t] != DT_F64 && isa == 1;
+                if (isa == first_isa() || first) expected[e] = b.hash[e];
+                CHECK_MSG(b.hash[e] == expected[e], "%s: the bits of %s differ%s",
+                    dt_dtype_name(b.t), isa_name[isa], e ? " in elementary functions" : "");
+            }
             worst = fmax(worst, b.worst);
             b.worst = 0;
             bench_all_attention(&b);
@@ -1939,18 +1955,38 @@ static double ulp_error(float ours, double exact) {
     return fabs((double)ours - exact) / ldexp(1, (e < -125 ? -125 : e) - 24);
 }
 
+/* The elementary functions of one instruction set. */
+typedef struct functions {
+    float (*exp)(float), (*log)(float), (*tanh)(float), (*log1p)(float), (*exp_down)(float);
+    float (*phi)(float, float *);
+} functions;
+#define FUNCTIONS(suffix) \
+    { \
+        dt__exp##suffix, dt__log##suffix, dt__tanh##suffix, dt__log1p##suffix, \
+            dt__exp_down##suffix, dt__phi##suffix \
+    }
+static const functions functions_of[] = { FUNCTIONS(_f32_plain),
+#if defined(__x86_64__)
+    FUNCTIONS(_f32_avx2), FUNCTIONS(_f32_avx512)
+#elif defined(__aarch64__)
+    FUNCTIONS(_f32_neon)
+#endif
+};
+
 /* Tests every 2,039th of all floats. */
-static void accuracy(void) {
-    double worst[5] = { 0 }, tail = 0, below_normal = 0;
-    float at[5] = { 0 };
-    int nan_wrong = 0;
+static void accuracy(int isa) {
+    const functions *f32 = &functions_of[isa];
+    double worst[6] = { 0 }, tail = 0, below_normal = 0;
+    float at[6] = { 0 }, bell;
+    int nan_wrong = 0, large = 0;
     for (uint64_t bits = 0; bits < (uint64_t)1 << 32; bits += 2039) {
-        float x = float_of((uint32_t)bits),
-              ours[5] = { dt__expf(x), dt__logf(x), dt__tanhf(x), dt__phif(x), dt__log1pf(x) };
-        double exact[5] = { exp(x), log(x), tanh(x), 0.5 * erfc(-0.70710678118654752440 * x),
-            log1p(x) };
-        for (int f = 0; f < 5; f++) {
-            if (f == 4 && (x < 0 || isinf(x))) continue; /* not for these */
+        float x = float_of((uint32_t)bits), ours[6] = { f32->exp(x), f32->log(x), f32->tanh(x),
+            f32->phi(x, &bell), f32->log1p(x), f32->exp_down(x) };
+        double exact[6] = { exp(x), log(x), tanh(x), 0.5 * erfc(-0.70710678118654752440 * x),
+            log1p(x), exp(x) };
+        for (int f = 0; f < 6; f++) {
+            if (f == 4 && (x < 0 || x > 1)) continue; /* not for these */
+            if (f == 5 && x > 0) continue;
             if (isnan(exact[f])) {
                 nan_wrong += !isnan(ours[f]);
                 continue;
@@ -1961,6 +1997,10 @@ static void accuracy(void) {
                 below_normal = fmax(below_normal, e);
                 continue;
             }
+            if (f == 5 && exact[f] < 1.2e-38) { /* no subnormal results */
+                large += !(ours[f] >= 0 && ours[f] < 1.2e-38f);
+                continue;
+            }
             if (f == 3 && x < -1) { /* e^(-x^2/2): its error grows with the exponent x^2 */
                 tail = fmax(tail, exact[f] < 1e-37 ? 0 : e / (1 + x * x));
                 continue;
@@ -1968,17 +2008,20 @@ static void accuracy(void) {
             if (e > worst[f]) worst[f] = e, at[f] = x;
         }
     }
-    printf("exp %.2f ulp (at %g), subnormal results %.2f; log %.2f (at %g); tanh %.2f (at %g); phi "
-           "%.2f (at %g), its tail %.2f (1 + x^2); log1p %.2f (at %g)\n",
-        worst[0], at[0], below_normal, worst[1], at[1], worst[2], at[2], worst[3], at[3], tail,
-        worst[4], at[4]);
+    printf("%s: exp %.2f ulp (at %g), subnormal results %.2f, exp_down %.2f; log %.2f (at %g); "
+           "tanh %.2f (at %g); phi %.2f (at %g), its tail %.2f (1 + x^2); log1p %.2f (at %g)\n",
+        isa_name[isa], worst[0], at[0], below_normal, worst[5], worst[1], at[1], worst[2], at[2],
+        worst[3], at[3], tail, worst[4], at[4]);
     CHECK_MSG(worst[0] <= 1.1 && below_normal <= 1.1, "exp: %.2f ulp at %.9g", worst[0], at[0]);
     CHECK_MSG(worst[1] <= 1.0, "log: %.2f ulp at %.9g", worst[1], at[1]);
     CHECK_MSG(worst[2] <= 4, "tanh: %.2f ulp at %.9g", worst[2], at[2]);
     CHECK_MSG(worst[3] <= 6 && tail < 3, "phi: %.2f ulp at %.9g, tail %.2f", worst[3], at[3], tail);
     CHECK_MSG(worst[4] <= 3, "log1p: %.2f ulp at %.9g", worst[4], at[4]);
+    CHECK_MSG(worst[5] <= 1.1 && large == 0,
+        "exp_down: %.2f ulp at %.9g, %d results that are not 0", worst[5], at[5], large);
     CHECK_MSG(nan_wrong == 0, "%d results should be NaN", nan_wrong);
-    CHECK(dt__expf(0) == 1 && dt__logf(1) == 0 && dt__tanhf(0) == 0 && dt__phif(0) == 0.5f);
+    CHECK(f32->exp(0) == 1 && f32->exp_down(0) == 1 && f32->log(1) == 0 && f32->tanh(0) == 0 &&
+          f32->phi(0, &bell) == 0.5f);
 }
 
 /* GELU and SiLU at very large arguments, 0 and NaN. */
@@ -2160,7 +2203,7 @@ static void test_numbers(void) {
     conversions();
     casts();
     long_casts();
-    accuracy();
+    for (int isa = 0; isa <= dt__best_isa(); isa++) accuracy(isa);
     far_values();
     for (int t = 0; t < 4; t++)
         for (int isa = 0; isa <= dt__best_isa(); isa++) {
