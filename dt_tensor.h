@@ -13684,9 +13684,9 @@ DT__FN void DT__K(store)(
     _mm512_castpd_ps(_mm512_mask_broadcast_f64x4( \
         _mm512_castpd256_pd512(_mm256_loadu_pd((const double *)(const void *)(x))), 0xf0, \
         _mm256_loadu_pd((const double *)(const void *)(y))))
-/* Transposes 16 x 16 words, 8 words of each row at a time. The loads place pieces of two rows in one
-   vector. Then three steps interleave the words of pairs of vectors, the pairs of words, and whole
-   quarters of vectors. */
+/* Transposes 16 x 16 words, 8 words of each row at a time. The loads place pieces of two rows in
+   one vector. Then three steps interleave the words of pairs of vectors, the pairs of words, and
+   whole quarters of vectors. */
 DT__FN inline __attribute__((always_inline)) void DT__K(transpose_words)(
     __m512 *to, const DT__REAL *const *row, int64_t p) {
     __m512 r[8], t[8];
@@ -14379,7 +14379,8 @@ typedef struct DT__K(gemm_plan) {
 } DT__K(gemm_plan);
 
 /* Chooses which operands are multiplied where they lie. Packing an operand pays if it is read
-   several times from beyond L1, and it is needed if its elements must be converted or transposed. */
+   several times from beyond L1, and it is needed if its elements must be converted or transposed.
+   */
 DT__FN void DT__K(plan_packing)(DT__K(gemm_plan) * w) {
     enum {
         IN_PLACE = 8192 / (sizeof(DT__REAL) / 4)
@@ -14642,8 +14643,8 @@ DT__FN void DT__K(matmul_tile)(const DT__K(gemm_plan) * w, const DT__K(gemm_bloc
     if (!last && edge) DT__K(copy_edge)(c, a->ldc, tile, DT__NR, rows, cols);
 }
 
-/* Adds the products of a block to C. Packs what is not multiplied in its place: the block of B, then
-   groups of panels of A. Multiplies each panel of A by every panel of B. */
+/* Adds the products of a block to C. Packs what is not multiplied in its place: the block of B,
+   then groups of panels of A. Multiplies each panel of A by every panel of B. */
 DT__FN void DT__K(matmul_block)(const DT__K(gemm_plan) * w, const DT__K(gemm_block) * x) {
     const dt_matmul_args *a = w->args;
     int64_t a_row = a->trans_a ? 1 : a->lda, tile_number = 0; /* within the group of panels */
@@ -14731,8 +14732,8 @@ DT__FN void DT__K(matmul_cblas)(const dt_matmul_args *a, int64_t batch) {
 }
 #endif
 
-/* Makes a product of one row of a product of one column: C^T = B^T A^T. Every element stays the same
-   sum. The column of C must be dense. */
+/* Makes a product of one row of a product of one column: C^T = B^T A^T. Every element stays the
+   same sum. The column of C must be dense. */
 DT__FN void DT__K(matmul_transpose)(dt_matmul_args *a) {
     dt_matmul_args b = *a;
     b.a = a->b, b.b = a->a;
@@ -15979,16 +15980,21 @@ DT__FN void DT__K(load_row)(DT__REAL *to, const DT__K(attention_work) * w, dt_dt
    rows 2r and 2r + 1. Does nothing without pairs, or if `to` is NULL. */
 DT__FN void DT__K(pair_rows)(
     DT__REAL *to, const DT__K(attention_work) * w, const DT__REAL *rows, int64_t n) {
+#if DT__ISA == 2
     const uint16_t *row = (const uint16_t *)rows;
-    uint32_t words[DT__LANES];
     for (int64_t r = 0; r < n && w->per > 1 && to; r += 2, row += 2 * w->wide)
-        for (int64_t i = 0; i < w->wide; i += DT__LANES, to += DT__LANES) {
-            const uint16_t *one = row + i, *two = one + (r + 1 < n ? w->wide : 0);
-            uint32_t has_two = r + 1 < n ? 0xffff0000u : 0;
-            for (int l = 0; l < DT__LANES; l++)
-                words[l] = one[l] | ((uint32_t)two[l] << 16 & has_two);
-            memcpy(to, words, sizeof words);
+        for (int64_t i = 0; i < w->wide; i += 16, to += 16) {
+            __m256i one = _mm256_loadu_si256((const __m256i *)(const void *)(row + i)), two = one;
+            if (r + 1 < n)
+                two = _mm256_loadu_si256((const __m256i *)(const void *)(row + w->wide + i));
+            __m512i low = _mm512_maskz_cvtepu16_epi32(0xffff, one),
+                    high = _mm512_maskz_slli_epi32(
+                        0xffff, _mm512_maskz_cvtepu16_epi32(0xffff, two), 16);
+            _mm512_storeu_si512(to, r + 1 < n ? _mm512_or_si512(low, high) : low);
         }
+#else
+    (void)to, (void)w, (void)rows, (void)n;
+#endif
 }
 
 /* Loads the first n keys or values of a tile, and zeros for the keys that complete the last panel
@@ -16002,8 +16008,8 @@ DT__FN void DT__K(load_keys)(DT__REAL *to, DT__REAL *to_keys, const DT__K(attent
     DT__K(pair_rows)(to_keys, w, to, all);
 }
 
-/* Loads the block's rows of q or dout, times `scale`, and transposes them. Lanes without a query
-   are zero. */
+/* Loads the block's rows of q or dout, times `scale`, and transposes them to `lanes`, unless that is
+   NULL. Lanes without a query are zero. */
 DT__FN void DT__K(load_queries)(DT__REAL *rows, DT__REAL *queries, DT__REAL *lanes,
     const DT__K(attention_work) * w, const dt_attention_args *a, const dt__query_block *b,
     const void *from, DT__REAL scale) {
@@ -16016,7 +16022,7 @@ DT__FN void DT__K(load_queries)(DT__REAL *rows, DT__REAL *queries, DT__REAL *lan
         for (int64_t i = 0; i < a->dim && w->per == 1; i++) row[i] *= scale;
     }
     DT__K(pair_rows)(queries, w, rows, b->lanes);
-    for (int64_t l = 0; l < b->lanes; l += DT__TRANSPOSE) {
+    for (int64_t l = 0; l < b->lanes && lanes; l += DT__TRANSPOSE) {
         const DT__REAL *row[DT__TRANSPOSE];
         for (int64_t i = 0; i < DT__TRANSPOSE; i++) row[i] = rows + (l + i) * w->row;
         DT__K(transpose)(lanes + l, DT__QUERY_BLOCK, row, DT__K(steps)(w, a->dim));
@@ -16252,10 +16258,11 @@ DT__FN void DT__K(attention_block)(
     int64_t last;
     DT__K(attention_work_at)(&w, a->work, a->work_bytes, 0, a);
     dt__query_block_make(&b, a, s, kv, first, DT__NR);
-    DT__K(load_queries)(w.q, w.q_queries, w.q_lanes, &w, a, &b, a->q, (DT__REAL)a->scale);
     int few = b.queries <= DT__FEW_QUERIES;
+    DT__K(load_queries)
+    (w.q, NULL, few ? NULL : w.q_lanes, &w, a, &b, a->q, (DT__REAL)a->scale);
     if (few) w.out_rows = w.out; /* `out` is not transposed, and q stays */
-    memset(w.out, 0, (size_t)(DT__QUERY_BLOCK * w.wide) * sizeof *w.out);
+    memset(w.out, 0, (size_t)((few ? b.queries : DT__QUERY_BLOCK) * w.wide) * sizeof *w.out);
     for (int64_t l = 0; l < b.lanes; l++) w.max[l] = (DT__REAL)-INFINITY, w.sum[l] = 0;
     for (int64_t j = dt__key_range(a, &b, &last); j < last; j += DT__KEY_TILE) {
         dt__key_tile_make(&t, a, s, j);
@@ -17248,12 +17255,11 @@ DT__CPP_WARNINGS_ON
              dt_minimum, comparisons, dt_where, dt_bce_with_logits, dt_one_hot, dt_argmax, dt_keep,
              dt_weights_load_all, dt_adapter (LoRA), dt_param_desc.quant (quantized weights), RoPE
              scaling, sliding windows and soft-capping of attention, dt_rmsnorm_at, dt_geglu,
-             dt_log_softmax, dt_detach, dt_print, dt_grad_check, dt_param_desc.matrices and
-             shared_stages;
-             the kernels digest, quantize, where, cumsum, patches and patches_back, which
-             your own table needs too, pair_loss in place of mse, the fields factor and negate
-             of dt_binary_args. Under dt_no_grad a block drops
-             what it made. A tensor that is used after dt_reset fails; so does dt_grad with an index
+             dt_log_softmax, dt_detach, dt_print, dt_grad_check, dt_last_use,
+             dt_param_desc.matrices and shared_stages; the kernels digest, quantize, where, cumsum,
+             patches and patches_back, which your own table needs too, pair_loss in place of mse,
+             the fields factor and negate of dt_binary_args. Under dt_no_grad a block drops what it
+             made. A tensor that is used after dt_reset fails; so does dt_grad with an index
              that the node does not have. dt_max_over and dt_topk order NaN above all numbers
      0.1.0   one rank: tensors, tape, blocks, units, memory account, CPU kernels, JSON, weight files
 
