@@ -16008,8 +16008,8 @@ DT__FN void DT__K(load_keys)(DT__REAL *to, DT__REAL *to_keys, const DT__K(attent
     DT__K(pair_rows)(to_keys, w, to, all);
 }
 
-/* Loads the block's rows of q or dout, times `scale`, and transposes them to `lanes`, unless that is
-   NULL. Lanes without a query are zero. */
+/* Loads the block's rows of q or dout, times `scale`, and transposes them to `lanes`, unless that
+   is NULL. Lanes without a query are zero. */
 DT__FN void DT__K(load_queries)(DT__REAL *rows, DT__REAL *queries, DT__REAL *lanes,
     const DT__K(attention_work) * w, const dt_attention_args *a, const dt__query_block *b,
     const void *from, DT__REAL scale) {
@@ -16262,7 +16262,8 @@ DT__FN void DT__K(attention_block)(
     DT__K(load_queries)
     (w.q, NULL, few ? NULL : w.q_lanes, &w, a, &b, a->q, (DT__REAL)a->scale);
     if (few) w.out_rows = w.out; /* `out` is not transposed, and q stays */
-    memset(w.out, 0, (size_t)((few ? b.queries : DT__QUERY_BLOCK) * w.wide) * sizeof *w.out);
+    memset(
+        w.out, 0, (size_t)((few ? b.queries : (int64_t)DT__QUERY_BLOCK) * w.wide) * sizeof *w.out);
     for (int64_t l = 0; l < b.lanes; l++) w.max[l] = (DT__REAL)-INFINITY, w.sum[l] = 0;
     for (int64_t j = dt__key_range(a, &b, &last); j < last; j += DT__KEY_TILE) {
         dt__key_tile_make(&t, a, s, j);
