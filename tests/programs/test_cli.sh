@@ -777,8 +777,10 @@ try 2 '' $needs --dp 4 --mem-limit 1600K
 cp "$dir/err" "$dir/advice"
 n=0
 sed -n 's/^  \([0-9]*\) bytes per rank with \(.*\)$/\1 \2/p' "$dir/advice" >"$dir/settings"
+mkdir "$dir/offloaded"
 while read -r bytes settings; do
     n=$((n + 1))
+    settings=${settings//DIR/$dir\/offloaded}
     timeout $((60 * SLOW)) "$B/train_gpt" $needs --dp 4 $settings --mem-limit "$bytes" >/dev/null 2>"$dir/err"
     [ $? = 0 ] && [ "$bytes" -le $((1600 * 1024)) ]
     report $? "the advice $settings runs in its $bytes bytes"
