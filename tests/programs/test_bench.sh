@@ -56,8 +56,9 @@ bench bench_generate "config,dtype,tokens_per_s,share_of_triad,peer,peer_tokens_
 ratio_llama_cpp_bf16 check_difference_f32 check_difference_bf16" --quick
 awk -F, '$3 <= 0 || $4 <= 0 || $5 != "none" { bad = 1 } END { exit bad || NR != 2 }' "$dir/rows"
 report $? "bench_generate: tokens a second, and the share of the memory rate"
+# the time of the clock itself is subtracted, so a share may be below 0 and the sum of others above 1
 timeout $((60 * SLOW)) "$B/bench_generate" --quick --profile >"$dir/out" 2>&1
-awk -F, '/^(matmul|attention|other),/ { n++; sum += $4 } END { exit !(n == 3 && sum > 0 && sum <= 1) }' "$dir/out"
+awk -F, '/^(matmul|attention|other),/ { n++; sum += $4 } END { exit !(n == 3 && sum > 0 && sum < 2) }' "$dir/out"
 report $? "bench_generate --profile: matrix products, attention and other"
 comm="op,backend,ranks,bytes,us,busbw_gbs,peer,peer_us,ratio,buffers,bound_us,bound_share"
 figures=$(for suffix in "" _malloc _threads; do
