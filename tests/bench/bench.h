@@ -237,28 +237,6 @@ static inline bench_peer bench_peer_start(const char *python, const char *script
     return p;
 }
 
-// ==== Memory ====================================================================================
-
-/* Arrays of this size are beyond the caches. */
-#define BENCH_TRIAD_BYTES (64 << 20)
-
-/* The best rate of the triad x = y + 3 z in GB/s, of a quarter of a second, in processor time. The
-   write also reads the line, which is not counted, as in the STREAM benchmark. */
-static inline double bench_triad_gbs(void) {
-    enum { N = BENCH_TRIAD_BYTES / sizeof(float) };
-    float *x = (float *)calloc(3 * (size_t)N, sizeof *x), *y = x + N, *z = y + N;
-    double best = 0, end = bench_now() + 0.25;
-    for (int round = 0; x && (round < 3 || bench_now() < end); round++) {
-        double start = bench_thread_seconds();
-        for (size_t i = 0; i < N; i++) x[i] = y[i] + 3 * z[i];
-        /* keeps the compiler from leaving out a round */
-        __asm__ volatile("" : : "r"(x) : "memory");
-        best = fmax(best, 3e-9 * N * sizeof *x / (bench_thread_seconds() - start));
-    }
-    free(x);
-    return best;
-}
-
 // ==== Products ==================================================================================
 
 /* c (m,n) = A (m,k) B (k,n); A is stored (k,m) with trans_a, B (n,k) with trans_b. */
@@ -377,6 +355,19 @@ static inline double bench_triad_seconds(const bench_triad *t) {
     double start = bench_thread_seconds();
     for (size_t i = 0; i < t->n; i++) a[i] = b[i] + 3 * c[i];
     return bench_thread_seconds() - start;
+}
+
+/* Arrays of this size are beyond the caches. */
+#define BENCH_TRIAD_BYTES (64 << 20)
+
+/* The best rate of ten passes in GB/s; 0 if out of memory. */
+static inline double bench_triad_gbs(void) {
+    bench_triad t;
+    double best = INFINITY;
+    if (!bench_triad_make(&t, BENCH_TRIAD_BYTES / sizeof(float))) return 0;
+    for (int pass = 0; pass < 10; pass++) best = fmin(best, bench_triad_seconds(&t));
+    bench_triad_free(&t);
+    return 3e-9 * BENCH_TRIAD_BYTES / best;
 }
 
 // ==== Bursts ====================================================================================

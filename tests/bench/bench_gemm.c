@@ -7,7 +7,7 @@
    The products are those of linear layers: forward y = x w^T (NT), the gradient of the input dx =
    dy w (NN) and of the weight dw = dy^T x (TN). They come in three groups: GPT shapes, shapes under
    64, and matrix-vector products (GEMV), whose rows also count as memory traffic: a GEMV of a matrix
-   beyond the caches is compared with the triad x = y + 3 z.
+   beyond the caches is compared with the triad of bench.h.
 
    The peer of f32 and f64 is OpenBLAS, which works on the same memory; the results are compared
    first. The peer of bf16 is PyTorch, which calls oneDNN: peers/torch_gemm.py by --python,
