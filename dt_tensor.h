@@ -13406,12 +13406,14 @@ DT__CPP_WARNINGS_ON
 
 /* gcc compiles the loops with the vectorizer and the cheap optimizations of -O1, whatever the
    program's -O is. The other optimizations of -O2 and -O3 make the kernels hardly faster, but twice
-   as long to compile and twice as large. The plain kernels of x86-64 and AArch64 are not
-   vectorized: nearly all of these processors have the wider vectors. */
+   as long to compile and twice as large. With expensive-optimizations gcc clears the upper halves
+   of the vector registers before it returns (vzeroupper); SSE code would be slow after a kernel
+   that leaves data there. The plain kernels of x86-64 and AArch64 are not vectorized: nearly all of
+   these processors have the wider vectors. */
 DT__O1_BEGIN
 #if defined(__OPTIMIZE__) && defined(__GNUC__) && !defined(__clang__) && \
     (DT__ISA > 0 || !(defined(__x86_64__) || defined(__aarch64__)))
-#pragma GCC optimize("tree-vectorize", "vect-cost-model=dynamic")
+#pragma GCC optimize("tree-vectorize", "vect-cost-model=dynamic", "expensive-optimizations")
 #endif
 
 /* ---- elementary functions ---- */
