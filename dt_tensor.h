@@ -14164,7 +14164,7 @@ DT__FN void DT__K(row_micro_kernel)(int64_t terms, const DT__REAL *a, int64_t st
 /* The micro-kernel of one row of A and a B that is stored transposed: transposes 16 x 16 words of B
    in registers. Computes one tile with `blocks` blocks of 16 steps; ldb counts bytes. Every lane
    adds the products of its column in the order of the steps, as all micro-kernels do. */
-#if DT__BITS == 32 && DT__ISA == 2
+#if DT__ISA == 2
 #define DT__COLUMNS_KERNEL(name, FMADD) \
     DT__FN void DT__K(name)(int64_t blocks, const DT__REAL *a, int64_t step, const char *b, \
         int64_t ldb, DT__REAL *tile, int fresh, int ahead) { \
@@ -14237,15 +14237,11 @@ DT__MICRO_KERNELS(matmul_micro_kernel, DT__MICRO_STEP)
 /* The micro-kernel of attention. Computes the sums from zero like the one above, but element i of
    step p is a[i * row + p * step], so that `a` needs no packing, and rows of `b` are ldb elements
    apart. Stores the sums in the tile, or, if `factor` is not NULL, tile = factor * tile + sums,
-   with one factor for each column. Two versions differ in the number of rows; a step that needs it
-   is the dot product of pairs of bf16 (below). */
-#define DT__STRIDED_STEP(i) \
-    c##i##_0 = DT__FMADD(a[i * row], b0, c##i##_0); \
-    c##i##_1 = DT__FMADD(a[i * row], b1, c##i##_1);
+   with one factor for each column. There is a version for a panel of rows and one for a single row,
+   each for floats and for pairs of bf16. */
 #define DT__MICRO_ADD(i) \
     c##i##_0 += DT__LOAD(tile + i * ld) * f0; \
     c##i##_1 += DT__LOAD(tile + i * ld + DT__NV) * f1;
-#define DT__ONE_ROW(X) X(0)
 #define DT__ATTENTION_KERNEL(name, ROWS, STEP) \
     DT__FN __attribute__((noinline)) void DT__K(name)(int64_t k, const DT__REAL *a, int64_t row, \
         int64_t step, const DT__REAL *b, int64_t ldb, DT__REAL *tile, int64_t ld, \
@@ -14262,14 +14258,13 @@ DT__MICRO_KERNELS(matmul_micro_kernel, DT__MICRO_STEP)
         } \
         ROWS(DT__MICRO_STORE) \
     }
-DT__ATTENTION_KERNEL(attention_micro_kernel, DT__ATTENTION_ROWS, DT__STRIDED_STEP)
-DT__ATTENTION_KERNEL(attention_row_kernel, DT__ONE_ROW, DT__STRIDED_STEP)
-#undef DT__STRIDED_STEP
+DT__ATTENTION_KERNEL(attention_micro_kernel, DT__ATTENTION_ROWS, DT__MICRO_STEP)
+DT__ATTENTION_KERNEL(attention_row_kernel, DT__ROWS_1, DT__MICRO_STEP)
 
 /* The micro-kernel for bf16, which uses the processor's dot product of pairs (vdpbf16ps). A 32-bit
    word holds the elements of k indices 2p and 2p + 1. A panel of words is read like a panel of
    floats. Each step adds both products of a pair to the sum. */
-#if DT__BITS == 32 && DT__ISA == 2
+#if DT__ISA == 2
 #define DT__PAIR_FMADD(x, v, sum) _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_ps(x), (__m512bh)(v))
 #define DT__PAIR_STEP(i) \
     c##i##_0 = DT__PAIR_FMADD(a[i * row], b0, c##i##_0); \
@@ -14277,11 +14272,8 @@ DT__ATTENTION_KERNEL(attention_row_kernel, DT__ONE_ROW, DT__STRIDED_STEP)
 #pragma push_macro("DT__FN")
 #undef DT__FN
 #define DT__FN static __attribute__((target("avx512f,avx512bf16")))
-#define DT__STRIDED_PAIR_STEP(i) \
-    c##i##_0 = _mm512_dpbf16_ps(c##i##_0, (__m512bh)_mm512_set1_ps(a[i * row]), (__m512bh)b0); \
-    c##i##_1 = _mm512_dpbf16_ps(c##i##_1, (__m512bh)_mm512_set1_ps(a[i * row]), (__m512bh)b1);
-DT__ATTENTION_KERNEL(attention_pair_micro_kernel, DT__ATTENTION_ROWS, DT__STRIDED_PAIR_STEP)
-DT__ATTENTION_KERNEL(attention_pair_row_kernel, DT__ONE_ROW, DT__STRIDED_PAIR_STEP)
+DT__ATTENTION_KERNEL(attention_pair_micro_kernel, DT__ATTENTION_ROWS, DT__PAIR_STEP)
+DT__ATTENTION_KERNEL(attention_pair_row_kernel, DT__ROWS_1, DT__PAIR_STEP)
 DT__PANEL_KERNEL(panel_pair_micro_kernel, DT__PAIR_STEP)
 DT__MICRO_KERNELS(matmul_pair_micro_kernel, DT__PAIR_STEP)
 DT__COLUMNS_KERNEL(columns_pair_micro_kernel, DT__PAIR_FMADD)
@@ -14322,12 +14314,10 @@ DT__FN void DT__K(row_pair_micro_kernel)(int64_t terms, const DT__REAL *a, int64
 #pragma pop_macro("DT__FN")
 #undef DT__PAIR_FMADD
 #undef DT__PAIR_STEP
-#undef DT__STRIDED_PAIR_STEP
 #undef DT__COLUMNS_KERNEL
 #endif
 #undef DT__ATTENTION_KERNEL
 #undef DT__MICRO_ADD
-#undef DT__ONE_ROW
 #undef DT__MICRO_KERNEL
 #undef DT__MICRO_KERNELS
 #undef DT__MICRO_KERNEL_8
@@ -14393,13 +14383,13 @@ DT__FN void DT__K(plan_packing)(DT__K(gemm_plan) * w) {
     w->row = a->m == 1;
     w->a_in_place = !convert && (w->thin || a->m * a->k <= IN_PLACE);
     if (w->row && !a->trans_b && !a->b_quant && !convert) w->row_kernel = DT__K(row_micro_kernel);
-#if DT__BITS == 32 && DT__ISA == 2
+#if DT__ISA == 2
     if (w->row && !a->trans_b && w->pairs) w->row_kernel = DT__K(row_pair_micro_kernel);
 #endif
     w->b_in_place = !convert && !a->trans_b && !a->b_quant && (w->thin || a->n * a->k <= IN_PLACE);
 }
 
-#if DT__BITS == 32 && DT__ISA == 2
+#if DT__ISA == 2
 /* pack_rows for pairs: zips two source rows to one row of words, 16 words at a time. The masks keep
    within `have` columns of the source and `width` columns of the panel. */
 #pragma push_macro("DT__FN")
@@ -14463,7 +14453,7 @@ DT__FN void DT__K(pack_rows)(dt_dtype dtype, int quant, int pairs, DT__REAL *pan
    conversion is needed, returns a pointer into the source. Otherwise fills and returns `buf`. */
 DT__FN const DT__REAL *DT__K(load_words)(dt_dtype dtype, int quant, int pairs, const void *from,
     int64_t at, int64_t terms, DT__REAL *buf) {
-#if DT__BITS == 32 && DT__ISA == 2
+#if DT__ISA == 2
     if (pairs && terms == 64) return (const DT__REAL *)((const uint16_t *)from + at);
     if (pairs) {
         memset(buf, 0, 32 * sizeof *buf);
@@ -14781,7 +14771,7 @@ DT__FN dt_status DT__K(matmul_with)(const dt_matmul_args *args, int pairs) {
 #if DT__ISA == 2
     w.edges = DT__K(matmul_edge_kernels);
 #endif
-#if DT__BITS == 32 && DT__ISA == 2
+#if DT__ISA == 2
     w.columns_kernel = DT__K(columns_micro_kernel);
     if (pairs) w.panel_kernel = DT__K(panel_pair_micro_kernel);
     if (pairs) w.kernels = DT__K(matmul_pair_micro_kernels);

@@ -164,7 +164,7 @@ static inline double least(const double *values, int n) {
     return x;
 }
 
-/* The value in bytes of a field of /proc/PID/FILE, which is in kB; 0 if there is none. */
+/* Returns a field of /proc/PID/FILE in bytes (the file counts kB); 0 if the file lacks it. */
 static inline double proc_field(int pid, const char *file, const char *field) {
     char path[64], line[256];
     double kilobytes = 0;

@@ -1755,7 +1755,7 @@ static void test_chain() {
         CHECK(seen.live == 0);
         CHECK(seen.wrong_streams == 0);
         CHECK_MSG(
-            // 11 for a block, of which 2 make its outputs again; 2 for the loss
+            // a block calls 11 kernels, two of them to recompute outputs; the loss calls 2
             seen.calls == 6 * (2 * 11 + 2), "%zu kernel calls", seen.calls);
     }
     dt_cuda_close(the_stream);

@@ -4,8 +4,8 @@
 
    Promises under test: A result in bf16 or f16 is the f32 result rounded once. An element of a
    matrix product depends only on its row, its column and K, so that any part of the product has the
-   same bits. All instruction sets give equal bits, except in matrix products and attention, whose
-   tiles use the multiply-add of each instruction set. */
+   same bits. AVX2 and AVX-512 give equal bits, except in matrix products and attention; the plain
+   set, which has no fused multiply-add, does so too in kernels without elementary functions. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -1803,7 +1803,7 @@ static void bench_all_attention(bench *b) {
     static const heads size[6] = { { 1, 1, 1, 1, 1, 1, { .causal = 0 }, 0 },
         { 2, 19, 23, 4, 2, 3, { .causal = 0 }, 0 }, { 1, 37, 37, 3, 1, 17, { .causal = 0 }, 0 },
         { 1, 9, 70, 2, 2, 33, { .causal = 0 }, 0 }, { 1, 40, 5, 2, 1, 5, { .causal = 0 }, 0 },
-        /* few queries, of which the first sees an odd number of the last tile's keys */
+        /* two queries; the first one sees an odd number of the keys in the last tile */
         { 1, 2, 70, 2, 2, 33, { .causal = 0 }, 0 } };
     for (int s = 0; s < 6; s++)
         for (int kind = 0; kind < 128; kind += s == 1 && kind < 32 ? 1 : 3) {
