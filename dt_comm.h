@@ -841,7 +841,7 @@ DT__CPP_WARNINGS_OFF
 #include <mpi.h>
 #endif
 
-DT__O1_BEGIN
+DT__COLD_BEGIN
 #endif /* DT_IMPLEMENTATION */
 
 #if (defined(DT__COMM_CODE) || defined(DT__COMM_INTERNALS)) && !defined(DT__COMM_STRUCTS)
@@ -10249,7 +10249,7 @@ dt_status dt_trace_write(dt_comm *comm, const char *path) {
     return dt_error(ctx);
 }
 
-DT__O1_END
+DT__COLD_END
 DT__CPP_WARNINGS_ON
 #undef DT__COMM_CODE
 #endif /* DT_COMM_IMPL */

@@ -1132,7 +1132,7 @@ DT_API dt_status dt_dry_begin(dt_ctx *ctx, dt_dry *dry);
 
 DT__CPP_WARNINGS_OFF
 
-DT__O1_BEGIN
+DT__COLD_BEGIN
 
 #ifdef __cplusplus
 extern "C" {
@@ -5713,7 +5713,7 @@ dt_status dt_dry_begin(dt_ctx *ctx, dt_dry *dry) {
 }
 #endif
 
-DT__O1_END
+DT__COLD_END
 DT__CPP_WARNINGS_ON
 #endif /* DT_PARALLEL_IMPL */
 

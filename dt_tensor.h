@@ -188,16 +188,16 @@
 #define DT__CPP_WARNINGS_ON
 #endif
 
-/* Code between DT__O1_BEGIN and DT__O1_END is compiled with -O1 if the program is optimized more.
-   This is all code outside of the kernels: it waits for kernels, messages and files, and -O2 or -O3
-   would make it compile two to three times as long, but not measurably faster. clang has no such
+/* gcc compiles the code between DT__COLD_BEGIN and DT__COLD_END with -Og if the program is optimized
+   at all. This is all code outside of the kernels: it waits for kernels, messages and files, and -O2
+   or -O3 would make it compile several times as long, but not measurably faster. clang has no such
    pragma. */
 #if defined(__OPTIMIZE__) && defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
-#define DT__O1_BEGIN _Pragma("GCC push_options") _Pragma("GCC optimize(\"O1\")")
-#define DT__O1_END _Pragma("GCC pop_options")
+#define DT__COLD_BEGIN _Pragma("GCC push_options") _Pragma("GCC optimize(\"Og\")")
+#define DT__COLD_END _Pragma("GCC pop_options")
 #else
-#define DT__O1_BEGIN
-#define DT__O1_END
+#define DT__COLD_BEGIN
+#define DT__COLD_END
 #endif
 
 #ifdef __cplusplus
@@ -2536,7 +2536,7 @@ DT__CPP_WARNINGS_OFF
 #error "dt: #define _GNU_SOURCE before the first #include of the implementation file, or use gnu11"
 #endif
 
-DT__O1_BEGIN
+DT__COLD_BEGIN
 
 #ifdef __cplusplus
 extern "C" {
@@ -12870,7 +12870,7 @@ dt_status dt_weights_close(dt_weights *w) {
     return ctx->status;
 }
 
-DT__O1_END
+DT__COLD_END
 
 // ==== 28. Arithmetic on the CPU =================================================================
 
@@ -13404,16 +13404,18 @@ DT__CPP_WARNINGS_ON
 #define DT__MR_ROUNDED ((DT__MR + DT__NV - 1) / DT__NV * DT__NV)
 #endif
 
-/* gcc compiles the loops with the vectorizer and the cheap optimizations of -O1, whatever the
+/* gcc compiles the kernels with the vectorizer and the cheap optimizations of -O1, whatever the
    program's -O is. The other optimizations of -O2 and -O3 make the kernels hardly faster, but twice
    as long to compile and twice as large. With expensive-optimizations gcc clears the upper halves
    of the vector registers before it returns (vzeroupper); SSE code would be slow after a kernel
-   that leaves data there. The plain kernels of x86-64 and AArch64 are not vectorized: nearly all of
-   these processors have the wider vectors. */
-DT__O1_BEGIN
-#if defined(__OPTIMIZE__) && defined(__GNUC__) && !defined(__clang__) && \
+   that leaves data there. The plain kernels of x86-64 and AArch64 are compiled like cold code:
+   nearly all of these processors have the wider vectors. */
+#if defined(__OPTIMIZE__) && defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__) && \
     (DT__ISA > 0 || !(defined(__x86_64__) || defined(__aarch64__)))
-#pragma GCC optimize("tree-vectorize", "vect-cost-model=dynamic", "expensive-optimizations")
+#pragma GCC push_options
+#pragma GCC optimize("O1", "tree-vectorize", "vect-cost-model=dynamic", "expensive-optimizations")
+#else
+DT__COLD_BEGIN
 #endif
 
 /* ---- elementary functions ---- */
@@ -16986,7 +16988,7 @@ DT__FN dt_status DT__K(sign_unpack)(const dt_sign_unpack_args *a) {
 #endif
 static const dt__variant DT__K(variant) = { DT__COPY_KERNELS(DT__COPY_ENTRY) DT__VECTOR_KERNELS(
     DT__VECTOR_ENTRY) DT__PRODUCT_KERNELS(DT__PRODUCT_ENTRY) DT__SCALAR_KERNELS(DT__SCALAR_ENTRY) };
-DT__O1_END
+DT__COLD_END
 #undef DT__COPY_ENTRY
 #undef DT__VECTOR_ENTRY
 #undef DT__PRODUCT_ENTRY

@@ -678,7 +678,7 @@ DT__CPP_WARNINGS_OFF
 #include <limits.h>
 #include <sys/resource.h>
 
-DT__O1_BEGIN
+DT__COLD_BEGIN
 
 #ifdef __cplusplus
 extern "C" {
@@ -7407,7 +7407,7 @@ DT__DEFINE_AT_SITE(
 }
 #endif
 
-DT__O1_END
+DT__COLD_END
 DT__CPP_WARNINGS_ON
 #endif /* DT_ZERO_IMPL */
 
