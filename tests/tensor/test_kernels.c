@@ -212,7 +212,7 @@ static void product_case(
         a->activation = 1 + (int)((m + 2 * n + k) % 5);
     }
     a->activation_backward &= fused;
-    a->accumulate = fused && ta == tb;
+    a->accumulate = (fused || k == 1) && ta == tb;
     a->work = work_bytes ? room(work_bytes) : NULL;
     a->work_bytes = work_bytes;
     p.want = (double *)room(count * 8);
@@ -237,11 +237,12 @@ static void products(dt_dtype type, int isa) {
         { 15, 33, 65 }, { 1, 127, 17 }, { 29, 1, 5 }, { 14, 32, 64 }, { 5, 7, 0 }, { 17, 33, 1100 },
         { 461, 3, 517 }, { 3, 530, 520 }, { 5, 35, 2051 }, { 1, 300, 77 }, { 1, 45, 700 },
         { 300, 1, 77 }, { 16, 16, 16 }, { 17, 65, 33 }, { 9, 70, 150 }, { 40, 20, 600 },
-        { 15, 130, 129 } };
+        { 15, 130, 129 }, { 70, 530, 1 }, { 530, 70, 1 } };
     for (size_t s = 0; s < sizeof size / sizeof *size; s++)
         /* in sizes 9 to 12 K, M or N exceeds one block; the later sizes are those of one row or
-           column, of all heights of the micro-kernel, and of the limits of multiplying in place */
-        for (int kind = 0; kind < 64; kind += s < 9 ? 1 : s < 13 ? 11 : 7) {
+           column, of all heights of the micro-kernel, of the limits of multiplying in place, and of
+           outer products */
+        for (int kind = 0; kind < 64; kind += s < 9 || s == 21 ? 1 : s < 13 ? 11 : 7) {
             if ((kind & 16 && !(kind & 4)) || (kind & 32 && !is_narrow(type))) continue;
             if (s > 2 && s < 9 && kind % 5 != (int)s % 5) continue;
             int64_t m = size[s][0], n = size[s][1], k = size[s][2];
