@@ -13000,10 +13000,12 @@ static int dt__bf16_pairs_are_fast(void) {
 /* Block sizes of the matrix product (section 29). The block sizes decide which data stays in which
    cache and change no bit of the result. */
 enum {
-    DT__MAX_KC = 512, /* most steps of K in a block; a panel of A of 14 x 512 floats has 28 KB */
+    DT__MAX_KC = 768, /* most steps of K in a block; a panel of A of 14 x 768 floats has 42 KB */
     DT__B_BLOCK_BYTES = 1152 << 10, /* size of a packed block of B in bytes */
     DT__A_PANELS = 8,               /* number of panels of A that are packed together */
-    DT__C_PANELS = 20, /* most panels of rows in a block of C if K has several blocks */
+    /* Most panels of rows in a block of C if K has several blocks. As many packed panels of A are
+       kept if K is one block: then they serve all blocks of columns. */
+    DT__C_PANELS = 20,
     /* Most steps of K and columns in a block of a thin product, whose rows are one panel of A. If
        B is transposed, a panel of B stays in L1 until it is multiplied. Otherwise a block reads a
        few rows of B along their whole length, as the memory prefers. */
@@ -13056,7 +13058,7 @@ size_t dt_matmul_work(int64_t n, int64_t k, dt_dtype dtype) {
     nc = ((size_t)n + 31) / 32 * 32 + 32;
     kc = k < 1 ? 1 : k < DT__MAX_KC ? (size_t)k : (size_t)DT__MAX_KC;
     elements =
-        (nc < block && nc * kc < block ? nc * kc : block) + kc * DT__A_PANELS * 14 + 14 * 32 + 2;
+        (nc < block && nc * kc < block ? nc * kc : block) + kc * DT__C_PANELS * 14 + 14 * 32 + 2;
     if (k > DT__MAX_KC) /* blocks of K then have at least DT__MAX_KC / 2 steps, so nc is limited */
         elements += DT__C_PANELS * 14 * (nc < 2 * block / DT__MAX_KC ? nc : 2 * block / DT__MAX_KC);
     return (elements * size + 127) / 64 * 64 * (size_t)dt__omp_threads();
@@ -13558,10 +13560,23 @@ DT__FN void DT__K(widen)(dt_dtype dtype, const uint16_t *in, int64_t n, DT__REAL
 }
 
 DT__FN void DT__K(narrow)(dt_dtype dtype, uint16_t *out, int64_t n, const DT__REAL *in) {
+    int64_t i = 0;
+#if DT__ISA == 2 /* dt__f32_to_bf16 of 16 floats; the masked forms avoid warnings of gcc 12 */
+    for (; dtype == DT_BF16 && i + 16 <= n; i += 16) {
+        __m512 x = _mm512_loadu_ps(in + i);
+        __m512i u = _mm512_castps_si512(x), high = _mm512_maskz_srli_epi32(0xffff, u, 16),
+                odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
+        u = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+        u = _mm512_maskz_srli_epi32(0xffff, u, 16);
+        u = _mm512_mask_or_epi32(
+            u, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), high, _mm512_set1_epi32(0x40));
+        _mm256_storeu_si256((__m256i *)(void *)(out + i), _mm512_maskz_cvtepi32_epi16(0xffff, u));
+    }
+#endif
     if (dtype == DT_BF16)
-        for (int64_t i = 0; i < n; i++) out[i] = dt__f32_to_bf16(in[i]);
+        for (; i < n; i++) out[i] = dt__f32_to_bf16(in[i]);
     else
-        for (int64_t i = 0; i < n; i++) out[i] = dt__f32_to_f16(in[i]);
+        for (; i < n; i++) out[i] = dt__f32_to_f16(in[i]);
 }
 #endif
 
@@ -13724,6 +13739,9 @@ DT__FN inline __attribute__((always_inline)) void DT__K(transpose_words)(
 DT__FN void DT__K(transpose_block)(
     DT__REAL *panel, int64_t width, const DT__REAL *const *row, int64_t p) {
     __m512 t[16];
+    /* rows are far apart in memory: the processor's own prefetchers follow too few of them */
+    DT__UNROLL
+    for (int i = 0; i < 16; i++) __builtin_prefetch(row[i] + p + 32);
     DT__K(transpose_words)(t, row, p);
     for (int i = 0; i < 16; i++) _mm512_storeu_ps(panel + (p + i) * width, t[i]);
 }
@@ -13986,6 +14004,12 @@ DT__FN inline __attribute__((always_inline)) void DT__K(epilogue_rows)(const dt_
             const DT__REAL *residual = DT__K(load)(a->dtype, a->residual, at, cols, buf);
             for (int64_t j = 0; j < cols; j++) t[j] += residual[j];
         }
+#if DT__BITS == 32
+        if (dt__narrow(to) && !a->accumulate) {
+            DT__K(narrow)(to, (uint16_t *)a->c + at, cols, t);
+            continue;
+        }
+#endif
         if (dt__narrow(to)) {
             DT__K(store)(to, a->c, at, cols, t, a->accumulate);
             continue;
@@ -14380,7 +14404,7 @@ DT__FN void DT__K(row_pair_micro_kernel)(int64_t terms, const DT__REAL *a, int64
 typedef struct DT__K(gemm_plan) {
     const dt_matmul_args *args;
     dt__gemm_blocks blocks;
-    DT__REAL *a_panels; /* DT__A_PANELS panels of A, each (kc,MR); the current panel stays in L1 */
+    DT__REAL *a_panels; /* panels of A, each (kc,MR); the current panel stays in L1 */
     DT__REAL *b_block;  /* a block of B, (kc,nc), in panels of NR columns; the block stays in L2 */
     /* The unfinished tiles of one block of C. There is only one tile if all of K is one block or if
        C itself holds the unfinished sums. */
@@ -14426,52 +14450,57 @@ DT__FN void DT__K(plan_packing)(DT__K(gemm_plan) * w) {
 }
 
 #if DT__ISA == 2
-/* pack_rows for pairs: zips two source rows to one row of words, 16 words at a time. The masks keep
-   within `have` columns of the source and `width` columns of the panel. */
+/* `pack` for pairs of source rows: zips rows 2p and 2p + 1 to row p of all panels, at most 32 words
+   at a time, and prefetches later rows. If `terms` is odd, the last row is zipped with zeros. */
 #pragma push_macro("DT__FN")
 #undef DT__FN
-#define DT__FN static __attribute__((target("avx512f,avx512bw,avx512vl")))
+#define DT__FN static __attribute__((target("avx512f,avx512bw")))
 DT__FN void DT__K(pack_pairs)(
-    DT__REAL *panel, int64_t width, const uint16_t *from, int64_t ld, int64_t have, int64_t terms) {
-    for (int64_t p = 0; p < terms; p += 2, panel += width, from += 2 * ld)
-        for (int64_t i = 0; i < width; i += 16) {
-            int64_t left = have - i < 16 ? have - i : 16, to = width - i < 16 ? width - i : 16;
-            __mmask16 in = (__mmask16)(left > 0 ? (1 << left) - 1 : 0),
-                      second = p + 1 < terms ? in : (__mmask16)0;
-            const uint16_t *one = from + (in ? i : 0), *two = second ? one + ld : one;
-            __m512i low = _mm512_maskz_cvtepu16_epi32(0xffff, _mm256_maskz_loadu_epi16(in, one));
-            __m512i high =
-                _mm512_maskz_cvtepu16_epi32(0xffff, _mm256_maskz_loadu_epi16(second, two));
-            _mm512_mask_storeu_epi32(panel + i, (__mmask16)((1 << to) - 1),
-                _mm512_or_si512(low, _mm512_maskz_slli_epi32(0xffff, high, 16)));
+    DT__REAL *to, int64_t width, const uint16_t *from, int64_t ld, int64_t count, int64_t terms) {
+    uint16_t order[64];
+    for (int i = 0; i < 64; i++) order[i] = (uint16_t)(i / 2 + i % 2 * 32);
+    __m512i first_half = _mm512_loadu_si512(order), second_half = _mm512_loadu_si512(order + 32);
+    __mmask16 words = (__mmask16)(width < 16 ? (1 << width) - 1 : 0xffff);
+    int64_t ahead = 8 * ld;
+    for (int64_t p = 0; p < terms; p += 2, from += 2 * ld, to += width) {
+        __mmask32 second = p + 1 < terms ? 0xffffffff : 0;
+        const uint16_t *next = second ? from + ld : from;
+        DT__REAL *panel = to;
+        for (int64_t j = 0; j < count; j += width, panel += (terms + 1) / 2 * width) {
+            int64_t have = count - j < width ? count - j : width;
+            __mmask32 in = 0xffffffff >> (32 - have);
+            __m512i one = _mm512_maskz_loadu_epi16(in, from + j),
+                    two = _mm512_maskz_loadu_epi16(in & second, next + j);
+            __builtin_prefetch(from + j + ahead);
+            __builtin_prefetch(next + j + ahead);
+            _mm512_mask_storeu_epi32(panel, words, _mm512_permutex2var_epi16(one, first_half, two));
+            if (width > 16)
+                _mm512_storeu_si512(panel + 16, _mm512_permutex2var_epi16(one, second_half, two));
         }
+    }
 }
 #pragma pop_macro("DT__FN")
 #endif
 
 /* Packs one panel (steps,width) from a source of the same orientation: row p of the source, which
-   begins at element `at` + p * ld, becomes row p of the panel. If `pairs` is set, rows 2p and
-   2p + 1 become row p. The source has `have` columns; if that is less than `width`, the other
-   columns of the panel are set to zero. */
-DT__FN void DT__K(pack_rows)(dt_dtype dtype, int quant, int pairs, DT__REAL *panel, int64_t width,
+   begins at element `at` + p * ld, becomes row p of the panel. The source has `have` columns; if
+   that is less than `width`, the other columns of the panel are set to zero. */
+DT__FN void DT__K(pack_rows)(dt_dtype dtype, int quant, DT__REAL *panel, int64_t width,
     const void *from, int64_t at, int64_t ld, int64_t have, int64_t terms) {
     /* 1 if DT__MR_ROUNDED elements of each row can be copied without leaving the source row. This
        copy overruns the panel's row, and the copy of the next row overwrites the excess. */
     int can_overrun = have >= DT__MR_ROUNDED;
     if (have > width) have = width;
-#if DT__ISA == 2
-    if (pairs) {
-        DT__K(pack_pairs)(panel, width, (const uint16_t *)from + at, ld, have, terms);
-        return;
-    }
-#endif
-    (void)pairs;
     /* 1 if a memcpy of constant size can copy a row */
     int fixed_size =
         !quant && !dt__narrow(dtype) && have == width && (width == DT__NR || width == DT__MR);
     for (int64_t p = 0; p < terms; p++, panel += width, at += ld) {
         const DT__REAL *row = DT__K(load_operand)(dtype, quant, from, at, have, panel);
         int64_t i = 0;
+        if (fixed_size) { /* the same columns of the next 16 rows, which `pack` copies next */
+            __builtin_prefetch(row + 16 * ld);
+            __builtin_prefetch(row + 16 * ld + DT__NV);
+        }
         if (fixed_size && width == DT__NR)
             memcpy(panel, row, DT__NR * sizeof *row);
         else if (fixed_size && can_overrun && p + 1 < terms)
@@ -14532,16 +14561,21 @@ DT__FN void DT__K(pack_columns)(dt_dtype dtype, int quant, int pairs, DT__REAL *
 DT__FN void DT__K(pack)(const DT__K(gemm_plan) * w, int quant, DT__REAL *to, int64_t width,
     const void *from, int64_t at, int64_t ld, int transpose, int64_t count, int64_t terms) {
     dt_dtype dtype = w->args->dtype;
-    /* a step of 16 source rows is even, so that it does not separate the two elements of a pair */
     int64_t kc = w->pairs ? (terms + 1) / 2 : terms, step = transpose ? terms : 16;
+#if DT__ISA == 2
+    if (w->pairs && !transpose) {
+        DT__K(pack_pairs)(to, width, (const uint16_t *)from + at, ld, count, terms);
+        return;
+    }
+#endif
     for (int64_t p = 0; p < terms; p += step) {
-        DT__REAL *panel = to + (w->pairs ? p / 2 : p) * width;
+        DT__REAL *panel = to + p * width;
         int64_t n = terms - p < step ? terms - p : step;
         for (int64_t j = 0; j < count; j += width, panel += kc * width) {
             if (transpose) DT__K(pack_columns)
             (dtype, quant, w->pairs, panel, width, from, at + j * ld, ld, count - j, n);
             else DT__K(pack_rows)(
-                dtype, quant, w->pairs, panel, width, from, at + p * ld + j, ld, count - j, n);
+                dtype, quant, panel, width, from, at + p * ld + j, ld, count - j, n);
         }
     }
 }
@@ -14615,6 +14649,7 @@ typedef struct DT__K(gemm_block) {
     int64_t batch, i0, i1, j0, j1, p0, p1;
     int64_t terms, kc;      /* k indices and steps */
     int64_t from_a, from_b; /* the operands' elements at row 0 or column 0, k index p0 */
+    int a_is_packed;        /* 1 if the block of columns before has packed the same panels of A */
 } DT__K(gemm_block);
 
 /* Adds the products of a block to rows [i, i + rows) and columns [j, j + cols) of C. `tile` is the
@@ -14656,26 +14691,27 @@ DT__FN void DT__K(matmul_block)(const DT__K(gemm_plan) * w, const DT__K(gemm_blo
     const dt_matmul_args *a = w->args;
     int64_t a_row = a->trans_a ? 1 : a->lda, tile_number = 0; /* within the group of panels */
     int64_t height = w->row ? 1 : DT__MR;
+    int keep_a = x->i1 - x->i0 <= DT__C_PANELS * DT__MR; /* each panel has its own memory */
     /* `at` is the offset of the current tile in c_tiles; it stays 0 if c_tiles is a single tile */
     int64_t at = 0, keep = !w->single_k_block && !w->c_in_place;
     DT__K(gemm_panel) panel = { NULL, 1, DT__MR, NULL, 0 };
     if (w->a_in_place) panel.row = a_row, panel.step = a->trans_a ? a->lda : 1;
     if (!w->b_in_place && !w->thin) DT__K(pack_b)(w, x->from_b, x->j0, x->j1 - x->j0, x->terms);
     for (int64_t i = x->i0, rows; i < x->i1; i += rows) {
-        int64_t left = x->i1 - i, number = (i - x->i0) / DT__MR % DT__A_PANELS;
+        int64_t left = x->i1 - i, index = (i - x->i0) / DT__MR, number = index % DT__A_PANELS;
+        DT__REAL *packed = w->a_panels + (keep_a ? index : number) * x->kc * DT__MR;
         rows = left < DT__MR ? left : DT__MR;
         /* two tiles of 8 rows take less time than one of 14 and one of 2 */
         if (w->a_in_place && DT__MR > 8 && left / 2 == 8) rows = 8;
-        panel.a = w->a_in_place ? (const DT__REAL *)a->a + x->from_a + i * a_row
-                                : w->a_panels + number * x->kc * DT__MR;
+        panel.a = w->a_in_place ? (const DT__REAL *)a->a + x->from_a + i * a_row : packed;
         if (number == 0) tile_number = 0;
-        if (number == 0 && !w->a_in_place) DT__K(pack)
-        (w, 0, w->a_panels, DT__MR, a->a, x->from_a + i * a_row, a->lda, !a->trans_a,
+        if (number == 0 && !w->a_in_place && !x->a_is_packed) DT__K(pack)
+        (w, 0, packed, DT__MR, a->a, x->from_a + i * a_row, a->lda, !a->trans_a,
             left < DT__A_PANELS * DT__MR ? left : DT__A_PANELS * DT__MR, x->terms);
         for (int64_t j = x->j0, cols; j < x->j1; j += cols) {
             cols = x->j1 - j < DT__NR ? x->j1 - j : DT__NR;
             if (w->row_kernel && x->j1 - j >= 4 * DT__NR) cols = 4 * DT__NR;
-            if (!w->a_in_place)
+            if (!w->a_in_place && !x->a_is_packed)
                 panel.prefetch =
                     DT__K(prefetch_next_a)(w, x->from_a, i + (DT__A_PANELS - number) * DT__MR,
                         x->i1, x->terms, tile_number++, &panel.prefetch_stride);
@@ -14704,7 +14740,8 @@ DT__FN void DT__K(matmul_packed)(const DT__K(gemm_plan) * w, int64_t batch, int6
                 DT__K(gemm_block)
                 x = { batch, i0, i1, j0, j1, p, end, end - p, 0,
                     batch * a->stride_a + p * (a->trans_a ? a->lda : 1),
-                    batch * a->stride_b + p * (a->trans_b ? 1 : a->ldb) };
+                    batch * a->stride_b + p * (a->trans_b ? 1 : a->ldb),
+                    j0 > j_first && w->single_k_block && i1 - i0 <= DT__C_PANELS * DT__MR };
                 x.kc = w->pairs ? (x.terms + 1) / 2 : x.terms;
                 DT__K(matmul_block)(w, &x);
                 p = end;

@@ -234,7 +234,7 @@ static void product_case(
 
 static void products(dt_dtype type, int isa) {
     static const int64_t size[][3] = { { 1, 1, 1 }, { 3, 17, 127 }, { 17, 127, 3 }, { 127, 3, 17 },
-        { 15, 33, 65 }, { 1, 127, 17 }, { 29, 1, 5 }, { 14, 32, 64 }, { 5, 7, 0 }, { 17, 33, 1100 },
+        { 15, 33, 65 }, { 1, 127, 17 }, { 29, 1, 5 }, { 14, 32, 64 }, { 5, 7, 0 }, { 17, 33, 1601 },
         { 461, 3, 517 }, { 3, 530, 520 }, { 5, 35, 2051 }, { 1, 300, 77 }, { 1, 45, 700 },
         { 300, 1, 77 }, { 16, 16, 16 }, { 17, 65, 33 }, { 9, 70, 150 }, { 40, 20, 600 },
         { 15, 130, 129 }, { 70, 530, 1 }, { 530, 70, 1 } };
@@ -1417,6 +1417,18 @@ static void long_casts(void) {
           got[2] == INT64_MAX - 1023 && got[3] == 0);
 }
 
+/* A NaN stays a NaN in bf16, also if rounding its bits up would give -0. Vectors and the elements
+   after them are converted by different code. */
+static void nan_casts(void) {
+    enum { COUNT = 35 };
+    uint32_t in[COUNT];
+    uint16_t out[COUNT];
+    for (int i = 0; i < COUNT; i++) in[i] = i % 2 ? 0x7fffffffu : 0xff800001u;
+    dt_cast_args a = { DT_BF16, DT_F32, out, in, COUNT, 0 };
+    CHECK(dt_kernels_cpu()->cast(&a, NULL) == DT_OK);
+    for (int i = 0; i < COUNT; i++) CHECK((out[i] & 0x7fff) > 0x7f80);
+}
+
 /* Every reduce operation in every type: in place, to three outputs of which two are inputs, and
    with streaming stores to three misaligned outputs. No memory outside of the outputs changes. */
 static void reductions(void) {
@@ -2238,6 +2250,7 @@ static void test_numbers(void) {
     conversions();
     casts();
     long_casts();
+    nan_casts();
     for (int isa = 0; isa <= dt__best_isa(); isa++) accuracy(isa);
     far_values();
     for (int t = 0; t < 4; t++)
@@ -2256,8 +2269,11 @@ static void products_by(dt_dtype type, int isa) {
     for (int kind = 0; kind < 8; kind++) product_bits(type, isa, 45, 171, 129, kind);
     product_bits(type, isa, 461, 37, 600, 6);
     product_bits(type, isa, 15, 541, 520, 6);
-    product_bits(type, isa, 29, 35, 1101, 6);
+    product_bits(type, isa, 29, 35, 1601, 6);
     product_bits(type, isa, 20, 300, 611, 0);
+    /* several blocks of columns, with all of K in one block (bf16 pairs) or in two: the packed panels
+       of A serve the next block of columns in the first case only */
+    product_bits(type, isa, 130, 800, 1520, 2);
 }
 
 static void test_products(void) {
