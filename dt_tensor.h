@@ -4887,7 +4887,8 @@ static void dt__block_size_end(dt_ctx *ctx, dt_block_state *b) {
                                             the block's output; again after   anything reads them
                                             the backward of its op
        DT__OVERWRITTEN      that of the     an op after dt_last_use wrote      nothing
-                            op's result     its result over them
+                            op's result     its result over them, or the
+                            or gradient     backward the gradient
        DT__DEAD             none            by the last reset                 nothing
 
    DT__RECOMPUTED is for the outputs of ops in a block that cost one pass over memory: norms,
@@ -5414,8 +5415,8 @@ static int dt__fail_if_dropped(const char *op, dt_tensor *t) {
         "from the block, or set dt_block_desc.keep in the block that has it as x or output",
         "was dropped after the input half of its backward",
         "was dropped by the backward, which has used it; read it before dt_backward, or dt_keep it",
-        "was overwritten by the op that read it after dt_last_use; use the op's result, or do not "
-        "call dt_last_use"
+        "was overwritten by the op that read it after dt_last_use, or in the backward by its "
+        "gradient; use the op's result, or dt_keep it before"
     };
     dt_tensor *owner = dt__owner(t);
     if (owner->data || owner->param || !owner->block) return 0;
@@ -6433,6 +6434,24 @@ static dt_status dt__widen_grads(dt_ctx *ctx, dt_node *n) {
     return DT_OK;
 }
 
+/* dt_grad_raw of in[0], for an elementwise op in a block. If no other backward reads the data of
+   in[0], its gradient is written over them, in the block's arena. */
+static void *dt__grad_over(dt_node *n, int *accumulate) {
+    dt_tensor *x = n->in[0];
+    const dt_node *maker = x->producer;
+    if (!maker || maker->out != x || !(maker->unread_inputs & DT__UNREAD_OUTPUT) || x->grad ||
+        x->readers != 1 || x->read_by_weights || x->needs_grad == DT__KEEP_GRAD ||
+        x->storage != DT__IN_ARENA || !dt__has_buffer(x) || x->block == x->ctx->root ||
+        x->block != n->out->block || x->grad_storage != DT__GRAD_IN_ARENA || x->grad_flow ||
+        n->out->deferred_reads || x->ctx->check_finite)
+        return dt_grad_raw(n, 0, accumulate);
+    x->grad = x->data;
+    x->data = NULL;
+    x->storage = DT__OVERWRITTEN;
+    *accumulate = 0;
+    return x->grad;
+}
+
 void *dt_grad(dt_node *node, int i) {
     int accumulate = 0;
     void *g = dt_grad_raw(node, i, &accumulate);
@@ -6765,6 +6784,8 @@ static void dt__node_uses_done(dt_ctx *ctx, const dt_node *n) {
 }
 
 static dt_status dt__linear_back(dt_node *n);
+static int dt__linear_fuses(const dt_node *n);
+static int dt__linear_output_over(dt_node *n);
 static dt_status dt__block_rerun(dt_block_state *b, dt_tensor *x);
 
 /* Makes dropped data again: those of a tensor by the op that made it, those of a recomputed block
@@ -6777,7 +6798,8 @@ static dt_status dt__make_again(dt_ctx *ctx, dt_node *n) {
             return dt_error(ctx);
     }
     if (n->child) return dt__block_rerun(n->child, n->in[0]);
-    return dt__data_alloc(n->out) ? n->recompute(n) : dt_error(ctx);
+    int over = n->recompute_from_saved && dt__linear_output_over(n);
+    return over || dt__data_alloc(n->out) ? n->recompute(n) : dt_error(ctx);
 }
 
 /* Makes the data of x again if x is a transient or recomputed tensor, or a view of one, and was
@@ -6800,7 +6822,9 @@ static dt_status dt__make_readable(dt_ctx *ctx, dt_tensor *x) {
 static dt_status dt__make_inputs_readable(dt_ctx *ctx, dt_node *n, dt_phase phase) {
     /* a deferred weight half follows soon: its input travels while the input half is computed */
     int is_split = phase == DT_BACKWARD_INPUT && ctx->root->backward_done == DT__INPUT_HALF_DONE;
-    unsigned unread = n->unread_inputs | (is_split ? n->weight_inputs : 0);
+    /* the product for dx comes before x: see dt__linear_output_over */
+    int is_fused = phase == DT_BACKWARD && n->backward == dt__linear_back && dt__linear_fuses(n);
+    unsigned unread = n->unread_inputs | (is_split || is_fused ? n->weight_inputs : 0);
     for (int i = 0; i < n->n_in; i++) {
         if (!(unread >> i & 1) && dt__make_readable(ctx, n->in[i]) != DT_OK) return dt_error(ctx);
         /* a linear op computes dx while x is still arriving */
@@ -7709,22 +7733,33 @@ static void *dt__linear_activation_grad(dt_node *n) {
 /* Fuses the backward of the previous layer's activation into the matrix product that computes dx.
    If x is the output of a linear layer with an activation, and this op is the only reader of x, the
    matrix product directly stores the gradient of the pre-activation of the previous layer. */
+static int dt__linear_fuses(const dt_node *n) {
+    const dt_tensor *x = dt__owner(n->in[0]);
+    const dt_node *maker = x->producer;
+    /* not fused if x belongs to another block: a recomputed block's output has no producer; or if
+       the previous layer has a residual, because its backward needs x's gradient */
+    return n->want & 1 && x->readers == 1 && x->needs_grad != DT__KEEP_GRAD && !x->grad && maker &&
+           maker->backward == dt__linear_back && x->block == n->out->block &&
+           ((const dt__linear_saved *)maker->saved)->pre_activation && !maker->in[3];
+}
+
 static void dt__linear_fuse_input_grad(dt_node *n, dt_matmul_args *a) {
-    dt_tensor *x = dt__owner(n->in[0]);
-    dt_node *maker = x->producer;
-    if (x->readers != 1 || x->needs_grad == DT__KEEP_GRAD || a->accumulate || !maker ||
-        maker->backward != dt__linear_back ||
-        /* not fused if x belongs to another block: a recomputed block's output has no producer */
-        x->block != n->out->block)
-        return;
-    dt__linear_saved *saved = (dt__linear_saved *)maker->saved;
-    /* not fused if the previous layer has a residual, because its backward needs x's gradient */
-    if (!saved->pre_activation || maker->in[3]) return;
+    dt__linear_saved *saved = (dt__linear_saved *)dt__owner(n->in[0])->producer->saved;
     a->activation_backward = 1;
     a->activation = saved->activation;
     a->pre_activation = saved->pre_activation->data;
     saved->pre_activation->grad = a->c;
     saved->activation_grad_done = 1;
+}
+
+/* Returns 1 after giving the output of a linear op, which is about to be computed again, the memory
+   of the pre-activation: once the pre-activation has its gradient, only this computation reads the
+   pre-activation. */
+static int dt__linear_output_over(dt_node *n) {
+    const dt__linear_saved *saved = (const dt__linear_saved *)n->saved;
+    if (!saved->activation_grad_done) return 0;
+    n->out->shares = saved->pre_activation;
+    return (n->out->data = saved->pre_activation->data) != NULL;
 }
 
 /* Computes dx = d w, dw = d^T x and db, the sums of d's columns, for each group of rows. The
@@ -7749,6 +7784,7 @@ static dt_status dt__linear_back_groups(
         if (dt__matmul_flow(x->ctx, n->name, NULL, a, arrives, leaves) != DT_OK)
             return dt_error(x->ctx);
     }
+    if (dw.c && dt__make_readable(x->ctx, n->in[0]) != DT_OK) return dt_error(x->ctx);
     /* dw sums over all rows of d and x, so its chain is that of one product */
     if (dt__flow_arrive(x->ctx, n->out->grad_flow) != DT_OK ||
         ((dw.c || db.out) && dt__flow_arrive(x->ctx, dt__owner(x)->flow) != DT_OK))
@@ -7803,10 +7839,11 @@ static dt_status dt__linear_back(dt_node *n) {
                      (n->out->deferred_reads || ctx->root->backward_done == DT__INPUT_HALF_DONE);
     if (d && !no_activation && !read_again)
         dt__data_drop(((dt__linear_saved *)n->saved)->pre_activation);
+    int is_fused = dt__linear_fuses(n); /* before x has a gradient */
     if (!d || (dt_wants(n, 0) && !(dx.c = dt__grad_wide(n, 0, &dx.accumulate, &dx.wide))))
         return dt_error(ctx);
     if (dx.c && n->out->grad_flow) dt__run_deferred(ctx, NULL);
-    if (dx.c) dt__linear_fuse_input_grad(n, &dx);
+    if (is_fused) dt__linear_fuse_input_grad(n, &dx);
     if (dt_wants(n, 1) && !(dw.c = dt__grad_wide(n, 1, &dw.accumulate, &dw.wide)))
         return dt_error(ctx);
     if (dt_wants(n, 2) && !(db.out = dt__grad_wide(n, 2, &db.accumulate, &db.wide)))
@@ -8232,7 +8269,7 @@ static dt_status dt__glu_back(dt_node *n) {
         .in = x->data,
         .rows = dt__row_count(n->out),
         .cols = dt__last_dim(x) };
-    a.dx = dt_grad_raw(n, 0, &a.accumulate);
+    a.dx = dt__grad_over(n, &a.accumulate);
     return a.dx ? DT__KERNEL(x->ctx, n->name, glu_back, &a) : dt_error(x->ctx);
 }
 

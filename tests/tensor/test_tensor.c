@@ -2780,10 +2780,75 @@ static void ro_gradients(void) {
         "%zu bytes with 4 layers, %zu with 8; an activation has %zu", few, more, one);
 }
 
+/* A feed-forward layer, (N,C) -> (N,C), gated or with GELU. */
+typedef struct ro_mlp {
+    dt_tensor *up, *down;
+    int gated, twice; /* twice 1: two ops read the hidden layer, or what the gated unit reads */
+    dt_tensor *in;    /* what the gated unit reads, (N,2,F) */
+} ro_mlp;
+
+static dt_tensor *ro_mlp_forward(dt_tensor *x, void *user) {
+    ro_mlp *l = (ro_mlp *)user;
+    dt_linear_desc d = { .activation = l->gated ? DT_ACT_NONE : DT_ACT_GELU };
+    l->in = dt_linear_at(x, l->up, NULL, d);
+    dt_tensor *h = l->gated ? dt_swiglu(l->in) : l->in, *y = dt_linear(h, l->down, NULL);
+    return l->twice ? dt_add(y, dt_linear(l->gated ? dt_geglu(l->in) : h, l->down, NULL)) : y;
+}
+
+/* Trains the layer for three steps in the root (kind 0), in a block (1) or in a recomputed block
+   (2). Stores the gradients. Returns the peak of the activations. */
+static size_t ro_mlp_train(ro_mlp l, dt_dtype type, int kind, char *bits, size_t *bytes) {
+    enum { N = 256, C = 4, F = 128 };
+    meter m = METER;
+    dt_ctx *ctx = open_ctx(&m);
+    dt_param_desc d = { .dtype = type };
+    l.up = dt_param_at(ctx, "up", l.gated ? DT_SHAPE(2, F, C) : DT_SHAPE(F, C), DT_NORMAL(0.5), d);
+    l.down = dt_param_at(ctx, "down", DT_SHAPE(C, F), DT_NORMAL(0.5), d);
+    for (int step = 0; step < 3; step++) {
+        dt_clear_grads(ctx);
+        dt_memory_reset_peak(ctx);
+        dt_tensor *x = dt_require_grad(noise_input(ctx, type, DT_SHAPE(N, C), 3, 1));
+        dt_tensor *y = kind == 0 ? ro_mlp_forward(x, &l)
+                                 : dt_block_at(ctx, ro_mlp_forward, x, &l,
+                                       (dt_block_desc){ .recompute = kind == 2 });
+        CHECK(dt_backward(weigh(y, NULL)) == DT_OK);
+        *bytes = all_grads(ctx, bits);
+        memcpy(bits + *bytes, x->grad, dt__bytes(x));
+        *bytes += dt__bytes(x);
+        if (l.gated) CHECK(!l.in->data == (kind == 2 || (kind == 1 && !l.twice)));
+        dt_reset(ctx);
+    }
+    size_t peak = dt_memory_used(ctx).peak[DT_MEM_ACTS];
+    close_good(ctx, &m, "a feed-forward layer");
+    return peak / (N * F * dt_dtype_size(type));
+}
+
+/* In a block, GELU's output comes back over the pre-activation, and the gradient of gate and up is
+   written over gate and up, unless another op reads these: the gradients have the same bits as in
+   the root, and the backward holds no third array (N,F), or no fifth one. */
+static void ro_in_place(void) {
+    static const dt_dtype types[] = { DT_F32, DT_F64, DT_BF16 };
+    static char bits[2][1 << 16];
+    for (int i = 0; i < 3 * 12; i++) {
+        int kind = i % 3, twice = i / 3 % 2, gated = i / 6 % 2;
+        dt_dtype type = types[i / 12];
+        size_t bytes, arrays = ro_mlp_train((ro_mlp){ .gated = gated, .twice = twice }, type, kind,
+                          bits[kind > 0], &bytes);
+        CHECK(bytes <= sizeof bits[0]);
+        CHECK_MSG(memcmp(bits[0], bits[kind > 0], bytes) == 0,
+            "%s, kind %d, gated %d, twice %d: other gradients than in the root",
+            dt_dtype_name(type), kind, gated, twice);
+        if (UNDER_ASAN || kind != 1 || twice || type == DT_BF16) continue;
+        CHECK_MSG(arrays == (gated ? 4 : 2), "%s, gated %d: the memory of %zu hidden layers",
+            dt_dtype_name(type), gated, arrays);
+    }
+}
+
 static void test_recompute(void) {
     ro_same_bits();
     ro_reads();
     ro_gradients();
+    ro_in_place();
     rc_same_bits();
     rc_events();
     rc_no_grad();
