@@ -73,10 +73,11 @@
    operands, so attention in bf16 and f16 rounds its probabilities and their gradients before it
    multiplies them. cuBLASLt chooses the order of its sums by the sizes of the product. In the
    following kernels nvcc can fuse nothing that changes a result, so the results have the same bits
-   as on the CPU: fill, copy, permute, cast, quantize, digest, reduce, cumsum, patches and its backward, max,
-   topk, scatter, uniform init, embedding and its backward, and square_sums. The same holds for
-   binary and dropout if they do not accumulate. NaN payloads are unspecified. Never compile this
-   file with -use_fast_math. The file cannot refuse that flag, because nvcc defines no macro for it.
+   as on the CPU: fill, copy, permute, cast, quantize, digest, reduce, cumsum, max, topk, scatter,
+   patches and its backward (except that of mean pooling), uniform init, embedding and its backward,
+   and square_sums. The same holds for binary and dropout if they do not accumulate. NaN payloads are
+   unspecified. Never compile this file with -use_fast_math. The file cannot refuse that flag,
+   because nvcc defines no macro for it.
 
    ERRORS. If CUDA refuses a launch, the call returns DT_ERR_DEVICE. A kernel runs asynchronously,
    so a later call reports the kernel's failure, at the latest the sync that waits for the kernel.
@@ -1819,33 +1820,53 @@ template <class T> static dt_status cumsum(const dt_cumsum_args *a, void *stream
 }
 DTK_TABLE_ENTRY(cumsum)
 
-/* im2col and col2im. A thread computes N channels of one element of a window, or of one pixel; the
-   formulas are those of the CPU's kernels. */
+/* The order of max and topk, in which a NaN is greater than all numbers. */
+static __device__ bool is_greater(float a, float b) { return a > b || (a != a && b == b); }
+
+/* im2col, col2im and pooling. A thread computes N channels of one element of a window, of all
+   elements of a window in pooling, or of one pixel; the formulas are those of the CPU's kernels. */
 template <class T>
 DTK_KERNEL __launch_bounds__(BLOCK) patches_kernel(dt_patches_args a, size_t rows) {
     dt_window w = a.window;
     for_each_in_rows<vec<T>::N>(
         rows, (size_t)w.channels, aligned16(a.out, a.in), [&](size_t row, size_t col, auto width) {
             const int N = decltype(width)::N;
-            int64_t each = w.kernel[0] * w.kernel[1], at = (int64_t)row / each,
-                    k = (int64_t)row - at * each, line = at / w.out[1], image = line / w.out[0];
-            int64_t y = (line - image * w.out[0]) * w.stride[0] - w.padding[0] +
-                        k / w.kernel[1] * w.dilation[0],
-                    x = (at - line * w.out[1]) * w.stride[1] - w.padding[1] +
-                        k % w.kernel[1] * w.dilation[1];
-            vec<float, N> value;
-            for (int i = 0; i < N; i++) value.v[i] = (float)a.pad_value;
-            if (y >= 0 && y < w.in[0] && x >= 0 && x < w.in[1])
-                value = load_floats<N>((const T *)a.in +
-                                       ((image * w.in[0] + y) * w.in[1] + x) * w.channels +
-                                       (int64_t)col);
-            store_floats((T *)a.out + row * (size_t)w.channels + col, value);
+            int64_t each = w.kernel[0] * w.kernel[1], at = (int64_t)row / (a.pool ? 1 : each),
+                    first = a.pool ? 0 : (int64_t)row - at * each, line = at / w.out[1],
+                    image = line / w.out[0], y0 = (line - image * w.out[0]) * w.stride[0],
+                    x0 = (at - line * w.out[1]) * w.stride[1];
+            size_t to = row * (size_t)w.channels + col;
+            vec<float, N> result = {};
+            for (int64_t k = first; k < (a.pool ? each : first + 1); k++) {
+                int64_t y = y0 - w.padding[0] + k / w.kernel[1] * w.dilation[0],
+                        x = x0 - w.padding[1] + k % w.kernel[1] * w.dilation[1];
+                vec<float, N> value;
+                for (int i = 0; i < N; i++) value.v[i] = (float)a.pad_value;
+                if (y >= 0 && y < w.in[0] && x >= 0 && x < w.in[1])
+                    value = load_floats<N>((const T *)a.in +
+                                           ((image * w.in[0] + y) * w.in[1] + x) * w.channels +
+                                           (int64_t)col);
+                if (k == first) result = value;
+                for (int i = 0; i < N && a.pool; i++) {
+                    bool greater = k == 0 || is_greater(value.v[i], result.v[i]);
+                    if (a.pool == DT_POOL_MEAN)
+                        result.v[i] = k == 0 ? value.v[i] : result.v[i] + value.v[i];
+                    else if (greater) {
+                        result.v[i] = value.v[i];
+                        a.index[to + i] = (int32_t)k;
+                    }
+                }
+            }
+            for (int i = 0; i < N && a.pool == DT_POOL_MEAN; i++)
+                result.v[i] *= (float)(1.0 / (double)each);
+            store_floats((T *)a.out + to, result);
         });
 }
 
 template <class T> static dt_status patches(const dt_patches_args *a, void *stream) {
     const dt_window *w = &a->window;
-    size_t rows = (size_t)(w->batch * w->out[0] * w->out[1] * w->kernel[0] * w->kernel[1]);
+    int64_t each = a->pool ? 1 : w->kernel[0] * w->kernel[1];
+    size_t rows = (size_t)(w->batch * w->out[0] * w->out[1] * each);
     DTK_LAUNCH(patches_kernel<T>, rows * (size_t)w->channels, BLOCK * vec<T>::N, stream, *a, rows);
     return launch_status();
 }
@@ -1869,11 +1890,16 @@ DTK_KERNEL __launch_bounds__(BLOCK) patches_back_kernel(dt_patches_back_args a, 
                 y /= w.stride[0];
                 x /= w.stride[1];
                 if (y >= w.out[0] || x >= w.out[1]) continue;
-                int64_t from = ((image * w.out[0] + y) * w.out[1] + x) * each + k;
-                vec<float, N> d =
-                    load_floats<N>((const T *)a.dout + from * w.channels + (int64_t)col);
-                for (int i = 0; i < N; i++) sum.v[i] += d.v[i];
+                int64_t position = (image * w.out[0] + y) * w.out[1] + x,
+                        from =
+                            (a.pool ? position : position * each + k) * w.channels + (int64_t)col;
+                vec<float, N> d = load_floats<N>((const T *)a.dout + from);
+                for (int i = 0; i < N; i++)
+                    if (a.pool != DT_POOL_MAX || a.index[from + i] == (int32_t)k)
+                        sum.v[i] += d.v[i];
             }
+            for (int i = 0; i < N && a.pool == DT_POOL_MEAN; i++)
+                sum.v[i] *= (float)(1.0 / (double)each);
             store_floats((T *)a.dx + pixel * (size_t)w.channels + col, sum, a.accumulate);
         });
 }
@@ -1921,9 +1947,6 @@ static __device__ bool is_valid_index(int64_t index, int64_t begin, int64_t end,
     if (bad_index) *(volatile int *)bad_index = 1;
     return false;
 }
-
-/* The order of max and topk, in which a NaN is greater than all numbers. */
-static __device__ bool is_greater(float a, float b) { return a > b || (a != a && b == b); }
 
 /* Each thread computes one maximum over n elements. The kernel is slow if n exceeds a few thousand
    and inner is 1, because adjacent threads then read addresses n elements apart. */

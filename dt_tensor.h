@@ -302,12 +302,13 @@ DT_API int64_t dt_count(dt_shape shape);
 #define DT__COPY_KERNELS(X) X(cast) X(fill) X(reduce) X(permute)
 #define DT__VECTOR_KERNELS(X) \
     X(sum) X(cumsum) X(max) X(binary) X(where) X(unary) X(unary_back) X(glu) X(glu_back) \
-    X(softmax) X(softmax_back) X(norm) X(norm_back) X(embedding_back) X(square_sums) \
-    X(cross_entropy) X(cross_entropy_back) X(pair_loss) X(pair_loss_back) X(adamw)
+    X(softmax) X(softmax_back) X(norm) X(norm_back) X(rope) X(patches) X(patches_back) \
+    X(embedding_back) X(square_sums) X(cross_entropy) X(cross_entropy_back) X(pair_loss) \
+    X(pair_loss_back) X(adamw)
 #define DT__PRODUCT_KERNELS(X) X(matmul) X(attention) X(attention_back)
 #define DT__SCALAR_KERNELS(X) \
-    X(init) X(patches) X(patches_back) X(scatter) X(topk) X(rope) X(dropout) X(embedding) \
-    X(cross_entropy_merge) X(sgd) X(momentum) X(frozen_adam) X(sign_pack) X(sign_unpack)
+    X(init) X(scatter) X(topk) X(dropout) X(embedding) X(cross_entropy_merge) X(sgd) \
+    X(momentum) X(frozen_adam) X(sign_pack) X(sign_unpack)
 // clang-format on
 #define DT__VARIANT_KERNELS(X) \
     DT__COPY_KERNELS(X) DT__VECTOR_KERNELS(X) DT__PRODUCT_KERNELS(X) DT__SCALAR_KERNELS(X)
@@ -427,23 +428,31 @@ typedef struct dt_window {
 
 /* im2col. out[b,y,x,k,c] is element k of the window at position (y,x), k = row * kernel[1] +
    column; pad_value outside of the image. `in` has shape (batch,in,in,channels), `out` has shape
-   (batch,out,out,kernel * kernel,channels). */
+   (batch,out,out,kernel * kernel,channels).
+
+   Pooling: if `pool` is not 0, `out` has shape (batch,out,out,channels), and out[b,y,x,c] is the
+   maximum of the elements, as in the kernel max, or their mean, added in ascending k. */
+enum { DT_POOL_NONE = 0, DT_POOL_MAX, DT_POOL_MEAN };
 typedef struct dt_patches_args {
     dt_dtype dtype;
     void *out;
     const void *in;
     dt_window window;
     double pad_value;
+    int pool;       /* a DT_POOL_* */
+    int32_t *index; /* with DT_POOL_MAX: receives the first k with the maximum; of out's shape */
 } dt_patches_args;
 
 /* col2im, the backward of patches. dx of an element (+)= the sum of dout of its copies, in
-   ascending k. */
+   ascending k. With DT_POOL_MAX, only of the copies that are maxima; with DT_POOL_MEAN, the sum is
+   divided by the number of elements of a window. */
 typedef struct dt_patches_back_args {
     dt_dtype dtype;
     void *dx;
     const void *dout;
     dt_window window;
-    int accumulate;
+    int accumulate, pool;
+    const int32_t *index;
 } dt_patches_back_args;
 
 /* out[o,i] = max over j of in[o,j,i]; index[o,i] = the first j with that value. A NaN is greater
@@ -1786,9 +1795,9 @@ DT_API dt_tensor *dt_patches(dt_tensor *x, dt_window_desc desc, double pad_value
    desc. */
 DT_API dt_tensor *dt_conv2d(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_window_desc desc);
 DT_API dt_tensor *dt_conv1d(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_window_desc desc);
-/* Pooling of x (B,H,W,C) -> (B,OH,OW,C): the maximum or the mean over each window, from its
-   patches. A mean counts the zeros of the padding, as PyTorch's count_include_pad does. The padding
-   is at most half the kernel. */
+/* Pooling of x (B,H,W,C) -> (B,OH,OW,C): the maximum or the mean over each window. A mean counts
+   the zeros of the padding, as PyTorch's count_include_pad does. The padding is at most half the
+   kernel. */
 DT_API dt_tensor *dt_max_pool2d(dt_tensor *x, dt_window_desc desc);
 DT_API dt_tensor *dt_avg_pool2d(dt_tensor *x, dt_window_desc desc);
 /* Group normalization of x (B,..,C), gain (C) and bias (C): for each index of B, each of `groups`
@@ -5700,6 +5709,8 @@ typedef struct dt__rule {
     X(MATMUL_TT, ".k+m, .nk+ -> .mn", .broadcast = 1) \
     X(PATCHES, "bh!w!c -> byxkc", .nonlinear = 0) \
     X(PATCHES_PADDED, "bh!w!c -> byxkc", .nonlinear = 1) \
+    X(MEAN_POOL, "bh!w!c -> byxc", .nonlinear = 0) \
+    X(MAX_POOL, "bh!w!c -> byxc", .nonlinear = 1) \
     X(CONV, "b^!c+, o*!c+, o -> b^o", .addends = 4) \
     X(GROUP_NORM, "b^!c, c, c -> b^c", .nonlinear = ~0u, .addends = 4) \
     X(GROUPED, ".i+, g~*i+, g~*, .* -> .*", .addends = 12) \
@@ -9440,27 +9451,43 @@ static int dt__window_of(const char *op, dt_tensor *x, dt_window_desc desc, dt_w
     return 1;
 }
 
+typedef struct dt__patches_saved {
+    dt_window window;
+    int pool;
+    dt_tensor *index; /* of a maximum */
+} dt__patches_saved;
+
 static dt_status dt__patches_back(dt_node *n) {
-    dt_patches_back_args a = {
-        .dtype = n->out->dtype, .dout = n->out->grad, .window = *(const dt_window *)n->saved
-    };
+    const dt__patches_saved *saved = (const dt__patches_saved *)n->saved;
+    dt_patches_back_args a = { .dtype = n->out->dtype,
+        .dout = n->out->grad,
+        .window = saved->window,
+        .pool = saved->pool,
+        .index = saved->index ? (const int32_t *)saved->index->data : NULL };
     a.dx = dt_grad_raw(n, 0, &a.accumulate);
     return a.dx ? DT__KERNEL(n->out->ctx, n->name, patches_back, &a) : dt_error(n->out->ctx);
 }
 
-static dt_tensor *dt__patches(const char *op, dt_tensor *x, dt_window_desc desc, double pad_value) {
+static dt_tensor *dt__patches(
+    const char *op, dt_tensor *x, dt_window_desc desc, double pad_value, int pool) {
     dt_ctx *ctx = dt__float_op_context(op, 1, x, NULL, NULL);
-    dt_window w;
-    if (!ctx || !dt__window_of(op, x, desc, &w)) return NULL;
-    dt_shape shape = DT_SHAPE(w.batch, w.out[0], w.out[1], w.kernel[0] * w.kernel[1], w.channels);
+    dt__patches_saved saved = { .pool = pool };
+    dt_window *w = &saved.window;
+    if (!ctx || !dt__window_of(op, x, desc, w)) return NULL;
+    dt_shape shape =
+        DT_SHAPE(w->batch, w->out[0], w->out[1], w->kernel[0] * w->kernel[1], w->channels);
+    if (pool) shape = DT_SHAPE(w->batch, w->out[0], w->out[1], w->channels);
     dt_tensor *y = dt__new_output(ctx, x, x->dtype, shape, op, 0);
+    if (pool == DT_POOL_MAX) saved.index = dt__new_output(ctx, x, DT_I32, shape, "index", 0);
     int rule = pad_value != 0 ? DT__RULE_PATCHES_PADDED : DT__RULE_PATCHES;
+    if (pool) rule = pool == DT_POOL_MAX ? DT__RULE_MAX_POOL : DT__RULE_MEAN_POOL;
     if (!dt__propagate(op, y, rule, x, NULL, NULL)) return NULL;
-    dt_patches_args a = { x->dtype, y->data, x->data, w, pad_value };
+    dt_patches_args a = { x->dtype, y->data, x->data, *w, pad_value, pool,
+        saved.index ? (int32_t *)saved.index->data : NULL };
     if (DT__OP(op, x, patches, &a) != DT_OK) return NULL;
-    dt_record_desc d = dt__make_record(op, x, NULL, NULL, dt__patches_back, sizeof w);
+    dt_record_desc d = dt__make_record(op, x, NULL, NULL, dt__patches_back, sizeof saved);
     d.unread_inputs = 1 | DT__UNREAD_OUTPUT;
-    return dt__record_with(y, d, &w);
+    return dt__record_with(y, d, &saved);
 }
 
 static dt_tensor *dt__as_type(dt_tensor *x, dt_dtype type) {
@@ -9494,7 +9521,7 @@ dt_tensor *dt_log_softmax(dt_tensor *x) {
 }
 
 dt_tensor *dt_patches(dt_tensor *x, dt_window_desc desc, double pad_value) {
-    return dt__patches("dt_patches", x, desc, pad_value);
+    return dt__patches("dt_patches", x, desc, pad_value, DT_POOL_NONE);
 }
 
 /* The placements of a composed op's result, from the op's rule and not from its steps, in which a
@@ -9513,7 +9540,7 @@ dt_tensor *dt_conv2d(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_window_desc de
     if (!placed) return NULL;
     for (int i = 0; i < 2; i++)
         desc.kernel[i] = w->shape.d[1 + i] < INT32_MAX ? (int)w->shape.d[1 + i] : INT32_MAX;
-    dt_tensor *p = dt__patches("dt_conv2d", x, desc, 0);
+    dt_tensor *p = dt__patches("dt_conv2d", x, desc, 0, DT_POOL_NONE);
     if (!p) return NULL;
     int64_t each = p->shape.d[3] * p->shape.d[4]; /* elements of a window */
     p = dt_reshape(p, DT_SHAPE(p->shape.d[0], p->shape.d[1], p->shape.d[2], each));
@@ -9537,8 +9564,7 @@ dt_tensor *dt_conv1d(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_window_desc de
     return dt__composed(y, placed);
 }
 
-static dt_tensor *dt__pool(
-    const char *op, dt_tensor *x, dt_window_desc desc, double pad_value, dt__reduce_fn reduce) {
+static dt_tensor *dt__pool(const char *op, dt_tensor *x, dt_window_desc desc, int pool) {
     int wide = 0; /* a window could lie in the padding */
     for (int i = 0; i < 2; i++) {
         if (desc.stride[i] == 0) desc.stride[i] = desc.kernel[i];
@@ -9550,15 +9576,14 @@ static dt_tensor *dt__pool(
             desc.padding[0], desc.padding[1], desc.kernel[0], desc.kernel[1]);
         return NULL;
     }
-    dt_tensor *p = dt__patches(op, x, desc, pad_value);
-    return p ? reduce(op, p, dt__split(p, 3, 1, 0)) : NULL;
+    return dt__patches(op, x, desc, pool == DT_POOL_MAX ? -INFINITY : 0, pool);
 }
 
 dt_tensor *dt_max_pool2d(dt_tensor *x, dt_window_desc desc) {
-    return dt__pool("dt_max_pool2d", x, desc, -INFINITY, dt__max);
+    return dt__pool("dt_max_pool2d", x, desc, DT_POOL_MAX);
 }
 dt_tensor *dt_avg_pool2d(dt_tensor *x, dt_window_desc desc) {
-    return dt__pool("dt_avg_pool2d", x, desc, 0, dt__mean);
+    return dt__pool("dt_avg_pool2d", x, desc, DT_POOL_MEAN);
 }
 
 /* Returns the number of ranks that shard dimension `dim` of t. */
@@ -13136,10 +13161,11 @@ size_t dt_attention_work(int64_t tk, int64_t dim, dt_dtype dtype) {
 
 /* Strip mining: kernels process this many elements at a time, in buffers on the stack. */
 #define DT__STRIP 512
-/* A transpose copies tiles of DT__TILE columns and DT__TILE_ROWS rows of the result. A tile is read
-   along its rows, and memory is read fast only in long pieces. */
+/* A transpose copies tiles of DT__TILE columns and DT__TILE_ROWS rows of the result. Memory is fast
+   only in long pieces: a tile is prefetched in pieces of DT__TILE_ROWS elements, while the tile
+   before it is stored in pieces of DT__TILE elements. */
 #define DT__TILE 32
-#define DT__TILE_ROWS ((int64_t)(1024 / sizeof(DT__REAL)))
+#define DT__TILE_ROWS 256
 
 /* Iterates over an array of any shape in strips: at most DT__STRIP elements along the last
    dimension. */
@@ -13657,7 +13683,7 @@ DT__FN const DT__REAL *DT__K(load_strided)(
 /* Copies with non-temporal stores: they neither read the destination into the cache, as an ordinary
    store does, nor evict anything from it. They are fast only if they fill whole cache lines.
    dt__stream_fence must follow before another thread learns about the data. */
-DT__FN void DT__K(stream_copy)(void *to, const void *from, size_t bytes) {
+DT__FN_INLINE void DT__K(stream_copy)(void *to, const void *from, size_t bytes) {
     char *dst = (char *)to;
     const char *src = (const char *)from;
     size_t at = 0;
@@ -13723,6 +13749,22 @@ DT__FN void DT__K(store)(
         memcpy(out, row, (size_t)n * sizeof *out);
 }
 
+#if DT__VECTORS
+/* load and store for rows so short that a call takes as long as the copy. */
+DT__FN_INLINE const DT__REAL *DT__K(load_short)(
+    dt_dtype dtype, const void *array, int64_t at, int64_t n, DT__REAL *buf) {
+    return dt__narrow(dtype) ? DT__K(load)(dtype, array, at, n, buf) : (const DT__REAL *)array + at;
+}
+
+DT__FN_INLINE void DT__K(store_short)(
+    dt_dtype dtype, void *array, int64_t at, int64_t n, const DT__REAL *row, int mode) {
+    if (mode == DT__STREAM && !dt__narrow(dtype))
+        DT__K(stream_copy)((DT__REAL *)array + at, row, (size_t)n * sizeof *row);
+    else
+        DT__K(store)(dtype, array, at, n, row, mode);
+}
+#endif
+
 /* `transpose` copies DT__TRANSPOSE rows of n words to columns of a panel. It may write a row of the
    panel past the panel's width; the next row overwrites the excess. */
 #if DT__ISA == 2
@@ -13780,6 +13822,7 @@ DT__FN void DT__K(transpose_block)(
     DT__UNROLL
     for (int i = 0; i < 16; i++) __builtin_prefetch(row[i] + p + 32);
     DT__K(transpose_words)(t, row, p);
+    DT__UNROLL
     for (int i = 0; i < 16; i++) _mm512_storeu_ps(panel + (p + i) * width, t[i]);
 }
 #undef DT__LOW
@@ -15072,37 +15115,50 @@ DT__FN dt_status DT__K(cast)(const dt_cast_args *a) {
 }
 
 /* Copies one tile of a transpose: `in` is dense along dimension `rows`, out along the last, so both
-   are read and written in whole cache lines. */
-DT__FN void DT__K(permute_tile)(const dt_permute_args *a, int rows, int64_t in, int64_t out,
-    int64_t n_rows, int64_t n_cols, int mode) {
-    DT__REAL tile[DT__TILE_ROWS * DT__TILE], buf[DT__TRANSPOSE][DT__TILE_ROWS];
+   are read and written in whole cache lines. Meanwhile prefetches the next tile, at `next`. */
+DT__FN void DT__K(permute_tile)(const dt_permute_args *a, int rows, int64_t in, int64_t next,
+    int64_t out, int64_t n_rows, int64_t n_cols, int mode) {
+    enum { PIECE = 16 };
+    DT__REAL tile[PIECE * DT__TILE], buf[DT__TRANSPOSE][PIECE];
     int64_t in_step = a->in_stride[a->shape.nd - 1];
-    for (int64_t c = 0; c < n_cols; c++) dt__prefetch(a->dtype, a->in, in + c * in_step, n_rows);
-    for (int64_t c = 0; c < n_cols; c += DT__TRANSPOSE) {
-        const DT__REAL *row[DT__TRANSPOSE];
-        for (int64_t l = 0; l < DT__TRANSPOSE; l++) { /* the last column again past the edge */
-            int64_t column = c + l < n_cols ? c + l : n_cols - 1;
-            row[l] = DT__K(load)(a->dtype, a->in, in + column * in_step, n_rows, buf[l]);
+    for (int64_t done = 0; done < n_rows; done += PIECE) {
+        int64_t have = n_rows - done < PIECE ? n_rows - done : (int64_t)PIECE;
+        for (int64_t c = done * n_cols / n_rows; c < (done + have) * n_cols / n_rows; c++)
+            dt__prefetch(a->dtype, a->in, next + c * in_step, n_rows);
+        for (int64_t c = 0; c < n_cols; c += DT__TRANSPOSE) {
+            const DT__REAL *row[DT__TRANSPOSE];
+            for (int64_t l = 0; l < DT__TRANSPOSE; l++) { /* the last column again past the edge */
+                int64_t column = c + l < n_cols ? c + l : n_cols - 1;
+                row[l] =
+                    DT__K(load_short)(a->dtype, a->in, in + column * in_step + done, have, buf[l]);
+            }
+            DT__K(transpose)(tile + c, DT__TILE, row, have);
         }
-        DT__K(transpose)(tile + c, DT__TILE, row, n_rows);
+        for (int64_t r = 0; r < have; r++, out += a->out_stride[rows])
+            DT__K(store_short)(a->dtype, a->out, out, n_cols, tile + r * DT__TILE, mode);
     }
-    for (int64_t r = 0; r < n_rows; r++, out += a->out_stride[rows])
-        DT__K(store)(a->dtype, a->out, out, n_cols, tile + r * DT__TILE, mode);
 }
 
 /* Transposes the last dimension and dimension `rows`, in tiles. */
 DT__FN void DT__K(permute_tiles)(const dt_permute_args *a, int rows, int mode) {
     int last = a->shape.nd - 1;
-    int64_t n_rows = a->shape.d[rows], n_cols = a->shape.d[last], in, out;
+    int64_t n_rows = a->shape.d[rows], n_cols = a->shape.d[last], in_step = a->in_stride[last], in,
+            out;
     dt_shape others = a->shape;
     others.d[rows] = others.d[last] = 1;
     dt__strips s = dt__strips_begin(others);
     while (dt__strips_next(&s, a->in_stride, a->out_stride, &in, &out))
         for (int64_t r = 0; r < n_rows; r += DT__TILE_ROWS)
-            for (int64_t c = 0; c < n_cols; c += DT__TILE) DT__K(permute_tile)
-    (a, rows, in + r + c * a->in_stride[last], out + r * a->out_stride[rows] + c,
-        n_rows - r < DT__TILE_ROWS ? n_rows - r : DT__TILE_ROWS,
-        n_cols - c < DT__TILE ? n_cols - c : DT__TILE, mode);
+            for (int64_t c = 0; c < n_cols; c += DT__TILE) {
+                int64_t from = in + r + c * in_step,
+                        next = c + DT__TILE < n_cols ? from + DT__TILE * in_step
+                                                     : in + r + DT__TILE_ROWS,
+                        rows_left = n_rows - r, cols_left = n_cols - c;
+                DT__K(permute_tile)
+                (a, rows, from, next, out + r * a->out_stride[rows] + c,
+                    rows_left < DT__TILE_ROWS ? rows_left : DT__TILE_ROWS,
+                    cols_left < DT__TILE ? cols_left : DT__TILE, mode);
+            }
 }
 
 DT__FN dt_status DT__K(permute)(const dt_permute_args *args) {
@@ -15261,6 +15317,7 @@ DT__FN dt_status DT__K(unary)(const dt_unary_args *a) {
         DT__REAL out[DT__STRIP], buf[DT__STRIP];
         int64_t n = count - at < DT__STRIP ? count - at : DT__STRIP;
         const DT__REAL *x = DT__K(load)(a->dtype, a->in, at, n, buf);
+        dt__prefetch(a->dtype, a->in, at + n, n);
         DT__K(act)(a->act, x, n, out, (DT__REAL)a->scale, (DT__REAL)a->shift);
         DT__K(store)(a->dtype, a->out, at, n, out, mode);
     }
@@ -15343,6 +15400,9 @@ DT__FN dt_status DT__K(glu_back)(const dt_glu_back_args *a) {
             const DT__REAL *gate = DT__K(load)(a->dtype, a->in, gate_at, n, buf_x);
             const DT__REAL *up = DT__K(load)(a->dtype, a->in, up_at, n, buf_up);
             const DT__REAL *dout = DT__K(load)(a->dtype, a->dout, r * cols + c, n, buf_d);
+            dt__prefetch(a->dtype, a->in, gate_at + 2 * cols, n);
+            dt__prefetch(a->dtype, a->in, up_at + 2 * cols, n);
+            dt__prefetch(a->dtype, a->dout, (r + 1) * cols + c, n);
             DT__K(glu_slopes)(a->act, gate, up, dout, n, dgate, dup);
             DT__K(store)(a->dtype, a->dx, gate_at, n, dgate, mode);
             DT__K(store)(a->dtype, a->dx, up_at, n, dup, mode);
@@ -15399,36 +15459,46 @@ DT__FN dt_status DT__K(sum)(const dt_sum_args *a) {
     return DT_OK;
 }
 
-/* Cumulative sums of rows. Each addition of a row waits for the one before, so DT__TRANSPOSE rows
-   advance together: a transposed strip has them in the lanes of vectors. */
+/* Cumulative sums of rows. Each addition of a row waits for the one before, so 16 rows advance
+   together: a transposed strip has them in the lanes of vectors. */
 DT__FN void DT__K(cumsum_rows)(const dt_cumsum_args *a) {
-    enum { ROWS = DT__TRANSPOSE, SHORT_STRIP = 128 };
-    DT__REAL out[ROWS][SHORT_STRIP], tile[SHORT_STRIP][ROWS] = { { 0 } };
+    enum { ROWS = 16, VECTORS = ROWS * sizeof(DT__REAL) / sizeof(DT__V), SHORT_STRIP = 32 };
+    DT__REAL out[ROWS][SHORT_STRIP], tile[SHORT_STRIP][ROWS] = { { 0 } }, last[ROWS];
     int64_t n = (int64_t)a->n, outer = (int64_t)a->outer;
     int mode = dt__store_mode(a->accumulate, outer * n, a->dtype);
     for (int64_t o = 0; o < outer; o += ROWS) {
         int rows = outer - o < ROWS ? (int)(outer - o) : ROWS;
-        DT__REAL sum[ROWS] = { 0 };
+        memset(last, 0, sizeof last);
         for (int64_t done = 0; done < n; done += SHORT_STRIP) {
             int64_t have = n - done < SHORT_STRIP ? n - done : (int64_t)SHORT_STRIP,
                     at = o * n + (a->reverse ? n - done - have : done);
             const DT__REAL *x[ROWS];
             for (int r = 0; r < ROWS; r++) { /* the last row again for rows that do not exist */
                 int64_t from = at + (r < rows ? r : rows - 1) * n;
-                x[r] = DT__K(load)(a->dtype, a->in, from, have, out[r]);
+                x[r] = DT__K(load_short)(a->dtype, a->in, from, have, out[r]);
                 dt__prefetch(a->dtype, a->in, from + (a->reverse ? -have : have), SHORT_STRIP);
             }
-            DT__K(transpose)(tile[0], ROWS, x, have);
+            for (int r = 0; r < ROWS; r += DT__TRANSPOSE)
+                DT__K(transpose)(tile[0] + r, ROWS, x + r, have);
+            DT__V sum[VECTORS];
+            DT__UNROLL
+            for (int v = 0; v < VECTORS; v++) sum[v] = DT__LOAD(last + v * DT__NV);
             for (int64_t l = 0; l < have; l++) {
                 DT__REAL *term = tile[a->reverse ? have - 1 - l : l];
-                for (int r = 0; r < ROWS; r++) term[r] = sum[r] += term[r];
+                DT__UNROLL
+                for (int v = 0; v < VECTORS; v++) {
+                    sum[v] = sum[v] + DT__LOAD(term + v * DT__NV);
+                    DT__STORE(term + v * DT__NV, sum[v]);
+                }
             }
-            for (int64_t i = 0; i < have; i += ROWS) {
-                for (int r = 0; r < ROWS; r++) x[r] = tile[i + r];
+            DT__UNROLL
+            for (int v = 0; v < VECTORS; v++) DT__STORE(last + v * DT__NV, sum[v]);
+            for (int64_t i = 0; i < have; i += DT__TRANSPOSE) {
+                for (int r = 0; r < DT__TRANSPOSE; r++) x[r] = tile[i + r];
                 DT__K(transpose)(out[0] + i, SHORT_STRIP, x, ROWS);
             }
             for (int r = 0; r < rows; r++)
-                DT__K(store)(a->dtype, a->out, at + r * n, have, out[r], mode);
+                DT__K(store_short)(a->dtype, a->out, at + r * n, have, out[r], mode);
         }
     }
 }
@@ -15535,6 +15605,18 @@ DT__FN dt_status DT__K(max_rows)(const dt_max_args *a) {
     return DT_OK;
 }
 
+/* Compares row number j with the maxima of the rows before it, as is_greater does, but in a form
+   that the compiler vectorizes. */
+DT__FN void DT__K(maxima_of_rows)(
+    const DT__REAL *x, int64_t n, int32_t j, DT__REAL *best, int32_t *index) {
+    for (int64_t i = 0; i < n; i++) {
+        DT__REAL a = x[i], b = best[i];
+        int32_t larger = a <= b ? index[i] : j; /* j for a NaN too */
+        index[i] = b != b ? index[i] : larger;
+        best[i] = ((b != b) | (a <= b)) ? b : a;
+    }
+}
+
 /* Finds the maximum and its index, in strips of columns. */
 DT__FN dt_status DT__K(max)(const dt_max_args *a) {
     DT__REAL best[DT__STRIP], buf[DT__STRIP];
@@ -15551,11 +15633,7 @@ DT__FN dt_status DT__K(max)(const dt_max_args *a) {
             for (int64_t j = 1; j < n; j++) {
                 const DT__REAL *x =
                     DT__K(load)(a->dtype, a->in, (o * n + j) * inner + c, have, buf);
-                for (int64_t i = 0; i < have; i++) {
-                    int better = DT__K(is_greater)(x[i], best[i]);
-                    best[i] = better ? x[i] : best[i];
-                    index[i] = better ? (int32_t)j : index[i];
-                }
+                DT__K(maxima_of_rows)(x, have, (int32_t)j, best, index);
             }
             DT__K(store)(a->dtype, a->out, o * inner + c, have, best, 0);
         }
@@ -15653,6 +15731,7 @@ DT__FN dt_status DT__K(softmax)(const dt_softmax_args *a) {
     int mode = dt__store_mode(0, (int64_t)a->rows * cols, a->dtype);
     for (int64_t r = 0; r < (int64_t)a->rows && cols > 0; r++) {
         const DT__REAL *x = DT__K(load)(a->dtype, a->in, r * cols, cols, buf);
+        dt__prefetch(a->dtype, a->in, (r + 1) * cols, cols < 2 * DT__STRIP ? cols : 2 * DT__STRIP);
         DT__REAL inverse = 1 / DT__K(exponentials)(x, cols, DT__K(largest)(x, cols), out);
         DT__REAL *y = DT__K(results)(a->dtype, a->out, r * cols, out, mode);
         for (int64_t c = 0; c < cols; c++) y[c] = out[c] * inverse;
@@ -15672,6 +15751,176 @@ DT__FN dt_status DT__K(softmax_back)(const dt_softmax_back_args *a) {
         DT__REAL mean = DT__K(dot)(y, dout, cols);
         for (int64_t c = 0; c < cols; c++) dx[c] = y[c] * (dout[c] - mean);
         DT__K(store)(a->dtype, a->dx, r * cols, cols, dx, mode);
+    }
+    return DT_OK;
+}
+
+/* Computes the sine and cosine of an angle of less than 2^31, within 2^-52. Subtracts the nearest
+   multiple n of pi/2, which is the sum of three constants; the products of n and the first two are
+   exact. The polynomials, for at most pi/4, are those of fdlibm. Adding 1.5 * 2^52 rounds to the
+   integer n and leaves n in the low bits, as in exp_reduced. */
+DT__FN_INLINE void DT__K(sine_cosine)(double angle, double *sine, double *cosine) {
+    const double magic = 6755399441055744.0;
+    double shifted = angle * 0.6366197723675814 + magic, n = shifted - magic;
+    double r =
+        angle - n * 1.570796012878418 - n * 3.139164164167596e-07 - n * 6.223372171896613e-14;
+    double z = r * r, s = 1.58969099521155010221e-10, c = -1.13596475577881948265e-11;
+    s = ((s * z - 2.50507602534068634195e-08) * z + 2.75573137070700676789e-06) * z;
+    s = ((s - 1.98412698298579493134e-04) * z + 8.33333333332248946124e-03) * z;
+    s = r + r * z * (s - 1.66666666666666324348e-01);
+    c = ((c * z + 2.08757232129817482790e-09) * z - 2.75573143513906633035e-07) * z;
+    c = ((c + 2.48015872894767294178e-05) * z - 1.38888888888741095749e-03) * z;
+    c = 1 - (0.5 * z - z * z * (c + 4.16666666666666019037e-02));
+    uint64_t quadrant;
+    memcpy(&quadrant, &shifted, 8);
+    double a = quadrant & 1 ? c : s, b = quadrant & 1 ? s : c;
+    *sine = quadrant & 2 ? -a : a;
+    *cosine = (quadrant + 1) & 2 ? -b : b;
+}
+
+/* Rotates the pairs of one head. */
+DT__FN void DT__K(rotate)(const DT__REAL *__restrict__ x, const DT__REAL *__restrict__ cosine,
+    const DT__REAL *__restrict__ sine, int64_t half, int interleaved, DT__REAL *__restrict__ out) {
+    if (interleaved)
+        for (int64_t i = 0; i < half; i++) {
+            out[2 * i] = x[2 * i] * cosine[i] - x[2 * i + 1] * sine[i];
+            out[2 * i + 1] = x[2 * i + 1] * cosine[i] + x[2 * i] * sine[i];
+        }
+    else
+        for (int64_t i = 0; i < half; i++) {
+            out[i] = x[i] * cosine[i] - x[half + i] * sine[i];
+            out[half + i] = x[half + i] * cosine[i] + x[i] * sine[i];
+        }
+}
+
+/* Rotary embedding (RoPE), arXiv:2104.09864. Rotates pair i of a head's elements, (x0, x1), by the
+   angle position * rate(i). The rotated pair is (x0 cos - x1 sin, x1 cos + x0 sin). All
+   heads of a token have the same angles. Angles, sines and cosines are computed in double, because
+   in float the cosine loses its last digits at positions in the thousands. */
+DT__FN dt_status DT__K(rope)(const dt_rope_args *a) {
+    enum { MAX_PAIRS = 256 };
+    int64_t dim = (int64_t)a->dim, rotary = (int64_t)a->rotary, half = rotary / 2,
+            heads = (int64_t)a->heads, n;
+    DT__REAL cosine[MAX_PAIRS], sine[MAX_PAIRS], buf[2 * MAX_PAIRS], out[2 * MAX_PAIRS];
+    double rate[MAX_PAIRS];
+    int mode = dt__store_mode(a->accumulate, (int64_t)a->tokens * heads * dim, a->dtype);
+    if (rotary % 2 || rotary > dim || dim > 2 * MAX_PAIRS) return DT_ERR_ARG;
+    for (int64_t i = 0; i < half; i++) rate[i] = dt_rope_rate(a, (size_t)i);
+    double factor = a->scaling.kind == DT_ROPE_YARN ? a->scaling.attention : 1,
+           sign = a->inverse ? -factor : factor;
+    for (int64_t t = 0; t < (int64_t)a->tokens && dim > 0; t++) {
+        double position = a->positions[t];
+        for (int64_t i = 0; i < half; i++) {
+            double s, c;
+            DT__K(sine_cosine)(position * rate[i], &s, &c);
+            cosine[i] = (DT__REAL)(factor * c);
+            sine[i] = (DT__REAL)(sign * s);
+        }
+        for (int64_t h = t * heads; h < (t + 1) * heads; h += n) { /* as many heads as fit in buf */
+            int64_t left = (t + 1) * heads - h;
+            n = left < 2 * MAX_PAIRS / dim ? left : 2 * MAX_PAIRS / dim;
+            const DT__REAL *x = DT__K(load)(a->dtype, a->in, h * dim, n * dim, buf);
+            dt__prefetch(a->dtype, a->in, (h + n) * dim, n * dim);
+            for (int64_t at = 0; at < n * dim; at += dim) {
+                DT__K(rotate)(x + at, cosine, sine, half, a->interleaved, out + at);
+                for (int64_t i = rotary; i < dim; i++) out[at + i] = x[at + i];
+            }
+            DT__K(store)(a->dtype, a->out, h * dim, n * dim, out, mode);
+        }
+    }
+    return DT_OK;
+}
+
+/* Adds element k of n windows to their means, or compares it with their maxima. */
+DT__FN void DT__K(pool)(
+    int pool, int32_t k, const DT__REAL *x, int64_t n, DT__REAL *best, int32_t *index) {
+    if (k == 0) {
+        memcpy(best, x, (size_t)n * sizeof *best);
+        memset(index, 0, (size_t)n * sizeof *index);
+    } else if (pool == DT_POOL_MEAN) {
+        for (int64_t i = 0; i < n; i++) best[i] += x[i];
+    } else {
+        DT__K(maxima_of_rows)(x, n, k, best, index);
+    }
+}
+
+/* im2col and pooling. Combines element after element of a window, in strips of channels. */
+DT__FN dt_status DT__K(patches)(const dt_patches_args *a) {
+    const dt_window *w = &a->window;
+    DT__REAL buf[DT__STRIP], pad[DT__STRIP], best[DT__STRIP];
+    int32_t index[DT__STRIP];
+    int64_t each = w->kernel[0] * w->kernel[1], C = w->channels,
+            positions = w->batch * w->out[0] * w->out[1], per_position = a->pool ? 1 : each;
+    int mode = dt__store_mode(0, positions * per_position * C, a->dtype);
+    for (int i = 0; i < DT__STRIP; i++) pad[i] = (DT__REAL)a->pad_value;
+    for (int64_t at = 0; at < positions * C;) {
+        int64_t c = at % C, n = C - c < DT__STRIP ? C - c : DT__STRIP, position = at / C,
+                line = position / w->out[1], k = 0, to = position * per_position * C + c;
+        int64_t image = line / w->out[0],
+                y = (line - image * w->out[0]) * w->stride[0] - w->padding[0],
+                x = (position - line * w->out[1]) * w->stride[1] - w->padding[1];
+        for (int64_t row = y; k < each; row += w->dilation[0])
+            for (int64_t i = 0; i < w->kernel[1]; i++, k++) {
+                int64_t column = x + i * w->dilation[1],
+                        from = ((image * w->in[0] + row) * w->in[1] + column) * C + c;
+                int inside = row >= 0 && row < w->in[0] && column >= 0 && column < w->in[1];
+                const DT__REAL *in = inside ? DT__K(load)(a->dtype, a->in, from, n, buf) : pad;
+                dt__prefetch(a->dtype, a->in, from + (c + n < C ? n : w->stride[1] * C - c), n);
+                if (!a->pool)
+                    DT__K(store)(a->dtype, a->out, to + k * C, n, in, mode);
+                else
+                    DT__K(pool)(a->pool, (int32_t)k, in, n, best, index);
+            }
+        if (a->pool == DT_POOL_MEAN)
+            for (int64_t i = 0; i < n; i++) best[i] *= (DT__REAL)(1.0 / (double)each);
+        if (a->pool) DT__K(store)(a->dtype, a->out, to, n, best, mode);
+        if (a->pool == DT_POOL_MAX && mode == DT__STREAM)
+            DT__K(stream_copy)(a->index + to, index, (size_t)n * sizeof *index);
+        else if (a->pool == DT_POOL_MAX)
+            memcpy(a->index + to, index, (size_t)n * sizeof *index);
+        at += n;
+    }
+    return DT_OK;
+}
+
+/* Returns the position whose window has element k of its height (axis 0) or width (1) at `pixel`:
+   position * stride is the pixel plus padding minus the distance of element k. -1: none has. */
+DT__FN int64_t DT__K(window_position)(const dt_window *w, int axis, int64_t pixel, int64_t k) {
+    int64_t at = pixel + w->padding[axis] - k * w->dilation[axis], position = at / w->stride[axis];
+    int exists = at >= 0 && position < w->out[axis] && position * w->stride[axis] == at;
+    return exists ? position : -1;
+}
+
+/* col2im and the backward of pooling. Collects the gradients of a pixel from all windows. */
+DT__FN dt_status DT__K(patches_back)(const dt_patches_back_args *a) {
+    const dt_window *w = &a->window;
+    DT__REAL sum[DT__STRIP], buf[DT__STRIP];
+    int64_t each = w->kernel[0] * w->kernel[1], C = w->channels,
+            count = w->batch * w->in[0] * w->in[1] * C, n;
+    int mode = dt__store_mode(a->accumulate, count, a->dtype);
+    for (int64_t at = 0; at < count; at += n) {
+        int64_t pixel = at / C, c = at - pixel * C, line = pixel / w->in[1],
+                image = line / w->in[0];
+        n = C - c < DT__STRIP ? C - c : DT__STRIP;
+        memset(sum, 0, (size_t)n * sizeof *sum);
+        for (int64_t i = 0; i < w->kernel[0]; i++) {
+            int64_t y = DT__K(window_position)(w, 0, line - image * w->in[0], i);
+            for (int64_t j = 0; j < w->kernel[1] && y >= 0; j++) {
+                int64_t x = DT__K(window_position)(w, 1, pixel - line * w->in[1], j),
+                        k = i * w->kernel[1] + j, from = (image * w->out[0] + y) * w->out[1] + x;
+                if (x < 0) continue;
+                from = (a->pool ? from : from * each + k) * C + c;
+                const DT__REAL *d = DT__K(load)(a->dtype, a->dout, from, n, buf);
+                if (a->pool == DT_POOL_MAX)
+                    for (int64_t l = 0; l < n; l++)
+                        sum[l] += a->index[from + l] == (int32_t)k ? d[l] : 0;
+                else
+                    for (int64_t l = 0; l < n; l++) sum[l] += d[l];
+            }
+        }
+        if (a->pool == DT_POOL_MEAN)
+            for (int64_t l = 0; l < n; l++) sum[l] *= (DT__REAL)(1.0 / (double)each);
+        DT__K(store)(a->dtype, a->dx, at, n, sum, mode);
     }
     return DT_OK;
 }
@@ -16682,11 +16931,9 @@ DT__FN dt_status DT__K(cross_entropy_back)(const dt_cross_entropy_back_args *a) 
 /* Returns the sum of max(x,0) - x y + ln(1 + e^-|x|) over at most DT_PIECE pairs, without
    cancellation where y is 0 or 1. */
 DT__FN double DT__K(bce_sum)(const DT__REAL *x, const DT__REAL *y, int64_t n) {
-    DT__REAL rest[DT_PIECE];
     double sum;
-    for (int64_t i = 0; i < n; i++)
-        rest[i] = (x[i] > 0 ? x[i] * (1 - y[i]) : -x[i] * y[i]) + DT__K(log1p_exp)(x[i]);
-    DT__SUM(double, sum, n, (double)rest[j]);
+    DT__SUM(double, sum, n,
+        (double)((x[j] > 0 ? x[j] * (1 - y[j]) : -x[j] * y[j]) + DT__K(log1p_exp)(x[j])));
     return sum;
 }
 
@@ -16785,7 +17032,7 @@ DT__FN dt_status DT__K(adamw)(const dt_adamw_args *a) {
 
 // ==== 33. CPU kernels compiled once for each type ===============================================
 
-/* Random numbers, rows by index, windows, RoPE, simple optimizers, 1-bit Adam. Wider vectors do not
+/* Random numbers, rows by index, simple optimizers, 1-bit Adam. Wider vectors do not
    pay here: the kernels compute one element at a time, or wait for memory. */
 
 #if DT__FLOATS && DT__SCALARS
@@ -16818,59 +17065,6 @@ DT__FN dt_status DT__K(init)(const dt_init_args *a) {
         }
         DT__K(store)(a->dtype, a->out, (int64_t)at, (int64_t)(end - at), out, 0);
     }
-    return DT_OK;
-}
-
-/* im2col. Each row of out is one pixel of `in`, or padding. */
-DT__FN dt_status DT__K(patches)(const dt_patches_args *a) {
-    const dt_window *w = &a->window;
-    DT__REAL buf[DT__STRIP], pad[DT__STRIP];
-    int64_t each = w->kernel[0] * w->kernel[1], columns = w->out[1],
-            rows = w->batch * w->out[0] * columns * each;
-    int mode = dt__store_mode(0, rows * w->channels, a->dtype);
-    for (int i = 0; i < DT__STRIP; i++) pad[i] = (DT__REAL)a->pad_value;
-    for (int64_t r = 0; r < rows; r++) {
-        int64_t at = r / each, k = r % each, image = at / (w->out[0] * columns);
-        int64_t y = at / columns % w->out[0] * w->stride[0] - w->padding[0] +
-                    k / w->kernel[1] * w->dilation[0],
-                x = at % columns * w->stride[1] - w->padding[1] + k % w->kernel[1] * w->dilation[1];
-        int inside = y >= 0 && y < w->in[0] && x >= 0 && x < w->in[1];
-        int64_t from = ((image * w->in[0] + y) * w->in[1] + x) * w->channels;
-        for (int64_t c = 0; c < w->channels; c += DT__STRIP) {
-            int64_t n = w->channels - c < DT__STRIP ? w->channels - c : DT__STRIP;
-            const DT__REAL *row = inside ? DT__K(load)(a->dtype, a->in, from + c, n, buf) : pad;
-            DT__K(store)(a->dtype, a->out, r * w->channels + c, n, row, mode);
-        }
-    }
-    return DT_OK;
-}
-
-/* col2im. Element k of the window at position `to` is the pixel, if to * stride is the pixel plus
-   padding minus the distance of element k. */
-DT__FN dt_status DT__K(patches_back)(const dt_patches_back_args *a) {
-    const dt_window *w = &a->window;
-    DT__REAL sum[DT__STRIP], buf[DT__STRIP];
-    int64_t each = w->kernel[0] * w->kernel[1], pixels = w->batch * w->in[0] * w->in[1];
-    int mode = dt__store_mode(a->accumulate, pixels * w->channels, a->dtype);
-    for (int64_t p = 0; p < pixels; p++)
-        for (int64_t c = 0; c < w->channels; c += DT__STRIP) {
-            int64_t n = w->channels - c < DT__STRIP ? w->channels - c : DT__STRIP;
-            memset(sum, 0, sizeof sum);
-            for (int64_t k = 0; k < each; k++) {
-                int64_t y = p / w->in[1] % w->in[0] + w->padding[0] -
-                            k / w->kernel[1] * w->dilation[0],
-                        x = p % w->in[1] + w->padding[1] - k % w->kernel[1] * w->dilation[1];
-                if (y < 0 || x < 0 || y % w->stride[0] || x % w->stride[1]) continue;
-                y /= w->stride[0];
-                x /= w->stride[1];
-                if (y >= w->out[0] || x >= w->out[1]) continue;
-                int64_t image = p / (w->in[0] * w->in[1]),
-                        from = ((image * w->out[0] + y) * w->out[1] + x) * each + k;
-                const DT__REAL *d = DT__K(load)(a->dtype, a->dout, from * w->channels + c, n, buf);
-                for (int64_t i = 0; i < n; i++) sum[i] += d[i];
-            }
-            DT__K(store)(a->dtype, a->dx, p * w->channels + c, n, sum, mode);
-        }
     return DT_OK;
 }
 
@@ -16911,42 +17105,6 @@ DT__FN dt_status DT__K(topk)(const dt_topk_args *a) {
         for (int64_t j = 0; j < k; j++) {
             const DT__REAL *x = DT__K(load)(a->dtype, a->in, r * cols + index[j], 1, &value);
             DT__K(store)(a->dtype, a->values, r * k + j, 1, x, 0);
-        }
-    }
-    return DT_OK;
-}
-
-/* Rotary embedding (RoPE), arXiv:2104.09864. Rotates pair i of a head's elements, (x0, x1), by the
-   angle position * rate(i). The rotated pair is (x0 cos - x1 sin, x1 cos + x0 sin). All
-   heads of a token have the same angles. Angles, sines and cosines are computed in double, because
-   in float the cosine loses its last digits at positions in the thousands. */
-DT__FN dt_status DT__K(rope)(const dt_rope_args *a) {
-    enum { MAX_PAIRS = 256 };
-    int64_t dim = (int64_t)a->dim, rotary = (int64_t)a->rotary, half = rotary / 2,
-            heads = (int64_t)a->heads;
-    DT__REAL cosine[MAX_PAIRS], sine[MAX_PAIRS], buf[2 * MAX_PAIRS], out[2 * MAX_PAIRS];
-    double rate[MAX_PAIRS];
-    int mode = dt__store_mode(a->accumulate, (int64_t)a->tokens * heads * dim, a->dtype);
-    if (rotary % 2 || rotary > dim || dim > 2 * MAX_PAIRS) return DT_ERR_ARG;
-    for (int64_t i = 0; i < half; i++) rate[i] = dt_rope_rate(a, (size_t)i);
-    double factor = a->scaling.kind == DT_ROPE_YARN ? a->scaling.attention : 1;
-    /* pair i consists of elements i * step and i * step + distance */
-    int64_t step = a->interleaved ? 2 : 1, distance = a->interleaved ? 1 : half;
-    for (int64_t t = 0; t < (int64_t)a->tokens; t++) {
-        for (int64_t i = 0; i < half; i++) {
-            double angle = a->positions[t] * rate[i];
-            cosine[i] = (DT__REAL)(factor * cos(angle));
-            sine[i] = (DT__REAL)(factor * (a->inverse ? -sin(angle) : sin(angle)));
-        }
-        for (int64_t h = t * heads; h < (t + 1) * heads; h++) {
-            const DT__REAL *x = DT__K(load)(a->dtype, a->in, h * dim, dim, buf);
-            for (int64_t i = 0; i < half; i++) {
-                DT__REAL x0 = x[i * step], x1 = x[i * step + distance];
-                out[i * step] = x0 * cosine[i] - x1 * sine[i];
-                out[i * step + distance] = x1 * cosine[i] + x0 * sine[i];
-            }
-            for (int64_t i = rotary; i < dim; i++) out[i] = x[i];
-            DT__K(store)(a->dtype, a->out, h * dim, dim, out, mode);
         }
     }
     return DT_OK;

@@ -122,6 +122,8 @@ CASE(broadcast_to, dt_broadcast_to(in->gain, in->x->shape))
 CASE(softmax, dt_softmax(in->x))
 CASE(layernorm, dt_layernorm(in->x, in->gain, in->bias, 0))
 CASE(rmsnorm, dt_rmsnorm(in->x, in->gain, 0))
+CASE(rope, dt_rope(dt_reshape(in->x, DT_SHAPE(1, in->rows, 16, COLS / 16)),
+               dt_reshape(in->ids, DT_SHAPE(1, in->rows)), (dt_rope_desc){ 0 }))
 CASE(embedding, dt_embedding(in->x, in->ids))
 CASE(one_hot, dt_one_hot(in->ids, COLS, DT_F32))
 CASE(cast_bf16, dt_cast(in->x, DT_BF16))
@@ -142,9 +144,9 @@ static const op_case cases[] = { ROW(affine, 2, 2), ROW(relu, 2, 3), ROW(abs, 2,
     ROW(sum_rows, 1, 1), ROW(sum_cols, 1, 1), ROW(mean_middle, 1, 1), ROW(max_cols, 1, 1),
     ROW(argmax, 1, 0), ROW(cumsum_rows, 2, 2), ROW(cumsum_cols, 2, 2), ROW(transpose, 2, 2),
     ROW(slice, 1, 1.5), ROW(select, 1, 1.5), ROW(concat, 4, 4), ROW(broadcast_to, 1, 1),
-    ROW(softmax, 2, 3), ROW(layernorm, 2, 3), ROW(rmsnorm, 2, 3), ROW(embedding, 2, 2),
-    ROW(one_hot, 1, 0), ROW(cast_bf16, 1.5, 1.5), ROW(mse, 2, 4), ROW(bce, 2, 3),
-    ROW(max_pool2d, 1.25, 2.25), ROW(avg_pool2d, 1.25, 1.25) };
+    ROW(softmax, 2, 3), ROW(layernorm, 2, 3), ROW(rmsnorm, 2, 3), ROW(rope, 2, 2),
+    ROW(embedding, 2, 2), ROW(one_hot, 1, 0), ROW(cast_bf16, 1.5, 1.5), ROW(mse, 2, 4),
+    ROW(bce, 2, 3), ROW(max_pool2d, 1.25, 2.25), ROW(avg_pool2d, 1.25, 1.25) };
 
 // ==== Measurements ==============================================================================
 

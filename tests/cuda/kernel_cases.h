@@ -530,15 +530,50 @@ static void test_patches() {
                 dtc_text("patches %ld, code %d", (long)(&w - windows), code), a,
                 [=](const dt_kernels *t, arrays &x) {
                     dt_patches_args args = { TYPE, x[1].data(), x[0].data(), w,
-                        code / 2 ? -INFINITY : 0.25 };
+                        code / 2 ? -INFINITY : 0.25, DT_POOL_NONE, NULL };
                     return t->patches(&args, NULL);
                 },
                 FLAT);
             check(
                 dtc_text("patches_back %ld, code %d", (long)(&w - windows), code), a,
                 [=](const dt_kernels *t, arrays &x) {
-                    dt_patches_back_args args = { TYPE, x[0].data(), x[1].data(), w, code / 2 };
+                    dt_patches_back_args args = { TYPE, x[0].data(), x[1].data(), w, code / 2,
+                        DT_POOL_NONE, NULL };
                     return t->patches_back(&args, NULL);
+                },
+                FLAT);
+        }
+}
+
+// Equal elements and NaNs; both pools, forward and backward.
+static void test_pool() {
+    static const dt_window windows[] = {
+        { 2, { 5, 7 }, { 5, 7 }, 1, { 3, 3 }, { 1, 1 }, { 1, 1 }, { 1, 1 } },
+        { 3, { 6, 9 }, { 3, 3 }, 8, { 2, 3 }, { 2, 4 }, { 0, 1 }, { 1, 1 } },
+        { 1, { 8, 6 }, { 4, 3 }, 24, { 2, 2 }, { 2, 2 }, { 0, 0 }, { 1, 1 } },
+    };
+    for (const dt_window &w : windows)
+        for (int code = 0; code < 8; code++) {
+            int pool = code / 2 % 2 ? DT_POOL_MAX : DT_POOL_MEAN;
+            size_t pixels = (size_t)(w.batch * w.in[0] * w.in[1] * w.channels),
+                   count = (size_t)(w.batch * w.out[0] * w.out[1] * w.channels);
+            arrays a;
+            array &in = put(a, code % 2 ? ODD : ALIGNED, pixels, EXACT);
+            for (size_t k = 0; k < pixels; k++) set(in, k, k % 41 ? floor(in.at(k) * 4) : NAN);
+            put(a, code % 2 ? ODD : ALIGNED, count, EXACT);
+            push(a, ODD, count, EXACT, DT_I32);
+            put(a, code % 2 ? ODD : ALIGNED, count, EXACT);
+            put(a, code % 2 ? ODD : ALIGNED, pixels, EXACT);
+            check(
+                dtc_text("pool %ld, code %d", (long)(&w - windows), code), a,
+                [=](const dt_kernels *t, arrays &x) {
+                    int32_t *index = pool == DT_POOL_MAX ? x[2].i() : NULL;
+                    dt_patches_args args = { TYPE, x[1].data(), x[0].data(), w,
+                        pool == DT_POOL_MAX ? -INFINITY : 0, pool, index };
+                    dt_patches_back_args back = { TYPE, x[4].data(), x[3].data(), w, code / 4, pool,
+                        index };
+                    dt_status status = t->patches(&args, NULL);
+                    return status == DT_OK ? t->patches_back(&back, NULL) : status;
                 },
                 FLAT);
         }
@@ -1928,6 +1963,7 @@ static void test_in_type() {
     test_sum();
     test_cumsum();
     test_patches();
+    test_pool();
     test_max_and_topk();
     test_spread();
     test_softmax();

@@ -652,8 +652,8 @@ static void bench_permute(bench *b) {
         same(b, "permute", out, b->t, want, 3 * N, 1);
     }
     /* transposes of several tiles, and of one row and one column */
-    const int64_t sizes[][2] = { { 67, 70 }, { 1, 70 }, { 70, 1 }, { 2, 64 } };
-    for (int s = 0; s < 4; s++)
+    const int64_t sizes[][2] = { { 67, 70 }, { 1, 70 }, { 70, 1 }, { 2, 64 }, { 130, 1100 } };
+    for (int s = 0; s < 5; s++)
         for (int add = 0; add < 2; add++) {
             int64_t rows = sizes[s][0], cols = sizes[s][1];
             void *x = array(b, rows * cols), *out = array(b, rows * cols);
@@ -791,12 +791,69 @@ static void bench_patches(bench *b) {
             want[i] = outside ? -0.5 : get(x, b->t, from);
             if (!outside) back[from] += get(dout, b->t, i);
         }
-        dt_patches_args a = { b->t, out, x, w, -0.5 };
-        dt_patches_back_args d = { b->t, dx, dout, w, (int)add };
+        dt_patches_args a = { .dtype = b->t, .out = out, .in = x, .window = w, .pad_value = -0.5 };
+        dt_patches_back_args d = {
+            .dtype = b->t, .dx = dx, .dout = dout, .window = w, .accumulate = (int)add
+        };
         OK(b->v->patches(&a));
         OK(b->v->patches_back(&d));
         same(b, "patches", out, b->t, want, (size_t)count, 1);
         same(b, "patches_back", dx, b->t, back, (size_t)pixels, 16);
+    }
+}
+
+/* Pooling equals the maximum or mean of the patches; x has equal elements and NaNs. */
+static void bench_pool(bench *b) {
+    static const dt_window windows[] = {
+        { 2, { 5, 7 }, { 5, 7 }, 1, { 3, 3 }, { 1, 1 }, { 1, 1 }, { 1, 1 } },
+        { 1, { 6, 9 }, { 3, 3 }, 5, { 2, 3 }, { 2, 4 }, { 0, 1 }, { 1, 1 } },
+        { 2, { 3, 6 }, { 1, 3 }, 521, { 2, 2 }, { 2, 2 }, { 0, 0 }, { 1, 1 } },
+    };
+    for (int s = 0; s < 12; s++) {
+        const dt_window w = windows[s % 3];
+        int pool = s / 3 % 2 ? DT_POOL_MAX : DT_POOL_MEAN, add = s / 6;
+        int64_t each = w.kernel[0] * w.kernel[1], C = w.channels,
+                pixels = w.batch * w.in[0] * w.in[1] * C, count = w.batch * w.out[0] * w.out[1] * C;
+        void *x = array(b, (size_t)pixels), *out = array(b, (size_t)count),
+             *dx = array(b, (size_t)pixels), *dout = array(b, (size_t)count),
+             *all = array(b, (size_t)(count * each));
+        int32_t *index = (int32_t *)keep(b, room((size_t)count * 4));
+        double *want = doubles(b, (size_t)count), *back = before(b, dx, b->t, (size_t)pixels);
+        for (int64_t i = 0; i < pixels; i++) put(x, b->t, i, i % 41 ? (double)(i * 7 % 5) : NAN);
+        if (!add) memset(back, 0, (size_t)pixels * sizeof *back);
+        double pad = pool == DT_POOL_MAX ? -INFINITY : 0;
+        dt_patches_args a = { b->t, all, x, w, pad, DT_POOL_NONE, NULL };
+        OK(b->v->patches(&a));
+        for (int64_t i = 0; i < count; i++) {
+            int64_t at = i / C, c = i % C, column = at % w.out[1] * w.stride[1] - w.padding[1],
+                    row = at / w.out[1] % w.out[0] * w.stride[0] - w.padding[0],
+                    image = at / w.out[1] / w.out[0], best = 0;
+            want[i] = 0;
+            for (int64_t k = 0; k < each; k++) {
+                double value = get(all, b->t, (at * each + k) * C + c),
+                       max = get(all, b->t, (at * each + best) * C + c);
+                if (value > max || (isnan(value) && !isnan(max))) best = k;
+                want[i] += value / (double)each;
+            }
+            if (pool == DT_POOL_MAX) want[i] = get(all, b->t, (at * each + best) * C + c);
+            for (int64_t k = 0; k < each; k++) {
+                int64_t y = row + k / w.kernel[1] * w.dilation[0],
+                        z = column + k % w.kernel[1] * w.dilation[1];
+                double d = get(dout, b->t, i);
+                if (pool == DT_POOL_MEAN || k == best)
+                    if (y >= 0 && y < w.in[0] && z >= 0 && z < w.in[1])
+                        back[((image * w.in[0] + y) * w.in[1] + z) * C + c] +=
+                            pool == DT_POOL_MEAN ? d / (double)each : d;
+            }
+        }
+        a.out = out, a.pool = pool, a.index = index;
+        dt_patches_back_args d = { b->t, dx, dout, w, add, pool, index };
+        OK(b->v->patches(&a));
+        OK(b->v->patches_back(&d));
+        for (int64_t i = 0; i < count; i++) /* same compares numbers only */
+            if (isnan(want[i]) && isnan(get(out, b->t, i))) put(out, b->t, i, want[i] = 99);
+        same(b, "pool", out, b->t, want, (size_t)count, 16);
+        same(b, "pool_back", dx, b->t, back, (size_t)pixels, 32);
     }
 }
 
@@ -1851,7 +1908,7 @@ static void bench_all(bench *b) {
         { bench_max, 0 }, { bench_glu, 1 }, { bench_sum, 0 }, { bench_pick, 0 },
         { bench_softmax, 1 }, { bench_rows, 0 }, { bench_others, 0 }, { bench_updates, 0 },
         { bench_update_lists, 0 }, { bench_signs, 0 }, { bench_dropout, 0 }, { bench_cumsum, 0 },
-        { bench_patches, 0 } };
+        { bench_patches, 0 }, { bench_pool, 0 } };
     for (size_t i = 0; i < sizeof group / sizeof *group; i++) {
         b->elementary = group[i].elementary;
         group[i].run(b);
