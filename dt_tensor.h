@@ -188,10 +188,10 @@
 #define DT__CPP_WARNINGS_ON
 #endif
 
-/* gcc compiles the code between DT__COLD_BEGIN and DT__COLD_END with -Og if the program is optimized
-   at all. This is all code outside of the kernels: it waits for kernels, messages and files, and -O2
-   or -O3 would make it compile several times as long, but not measurably faster. clang has no such
-   pragma. */
+/* gcc compiles the code between DT__COLD_BEGIN and DT__COLD_END with -Og if the program is
+   optimized at all. This is all code outside of the kernels: it waits for kernels, messages and
+   files, and -O2 or -O3 would make it compile several times as long, but not measurably faster.
+   clang has no such pragma. */
 #if defined(__OPTIMIZE__) && defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
 #define DT__COLD_BEGIN _Pragma("GCC push_options") _Pragma("GCC optimize(\"Og\")")
 #define DT__COLD_END _Pragma("GCC pop_options")
