@@ -114,11 +114,11 @@
     27. Weight files: parameters and writing
     28. Arithmetic on the CPU (vectorized exp, ln, tanh)
     29. Matrix product on the CPU (GEMM: packing, micro-kernel, epilogue)
-    30. CPU kernels: elementwise, rows, norms, once over float and double (rotary embedding)
+    30. CPU kernels: elementwise, rows, norms (rotary embedding, im2col, pooling)
     31. CPU kernels: attention (naive attention, flash attention, online softmax, log-sum-exp merge,
         grouped-query attention)
     32. CPU kernels: losses and optimizers (cross-entropy; Adam, 1-bit Adam)
-    33. CPU kernels compiled once for each type (random numbers, rows by index, im2col, dropout)
+    33. CPU kernels compiled once for each type (random numbers, rows by index, dropout)
     34. The CPU kernel table
 
    CONTRACT
@@ -444,15 +444,15 @@ typedef struct dt_patches_args {
 } dt_patches_args;
 
 /* col2im, the backward of patches. dx of an element (+)= the sum of dout of its copies, in
-   ascending k. With DT_POOL_MAX, only of the copies that are maxima; with DT_POOL_MEAN, the sum is
-   divided by the number of elements of a window. */
+   ascending k. DT_POOL_MAX adds only the copies that are maxima; DT_POOL_MEAN divides the sum by
+   the number of elements of a window. */
 typedef struct dt_patches_back_args {
     dt_dtype dtype;
     void *dx;
     const void *dout;
     dt_window window;
     int accumulate, pool;
-    const int32_t *index;
+    const int32_t *index; /* with DT_POOL_MAX: the index that patches stored */
 } dt_patches_back_args;
 
 /* out[o,i] = max over j of in[o,j,i]; index[o,i] = the first j with that value. A NaN is greater
@@ -1393,7 +1393,7 @@ struct dt_tensor { /* your code may read and print a tensor; only ops write it *
     struct dt_node *producer;        /* the recorded op that made this tensor, or NULL */
     int readers;                     /* how many ops took it as an input, except under dt_no_grad */
     int read_by_weights;             /* 1: the weight half of an op's backward reads the data */
-    dt_tensor *shares;               /* of dt_alias: the tensor whose recomputed data it uses */
+    dt_tensor *shares;               /* the tensor whose memory it uses (dt_alias, dt_linear) */
     int last_use;                    /* 1: dt_last_use was called */
     const dt_placements *placements; /* NULL: LOCAL; see dt_placement_of */
     /* DT__IN_ARENA .., DT__GRAD_IN_ARENA ..: who owns `data` and `grad` (section 16) */
@@ -4895,9 +4895,9 @@ static void dt__block_size_end(dt_ctx *ctx, dt_block_state *b) {
        DT__RECOMPUTED       its own, ACTS   its block ends, unless it is      node->recompute, if
                                             the block's output; again after   anything reads them
                                             the backward of its op
-       DT__OVERWRITTEN      that of the     an op after dt_last_use wrote      nothing
-                            op's result     its result over them, or the
-                            or gradient     backward the gradient
+       DT__OVERWRITTEN      that of the     after dt_last_use the op's result  nothing
+                            op's result     overwrote them; or the gradient
+                            or gradient     did in the backward (dt__grad_over)
        DT__DEAD             none            by the last reset                 nothing
 
    DT__RECOMPUTED is for the outputs of ops in a block that cost one pass over memory: norms,
@@ -5424,8 +5424,8 @@ static int dt__fail_if_dropped(const char *op, dt_tensor *t) {
         "from the block, or set dt_block_desc.keep in the block that has it as x or output",
         "was dropped after the input half of its backward",
         "was dropped by the backward, which has used it; read it before dt_backward, or dt_keep it",
-        "was overwritten by the op that read it after dt_last_use, or in the backward by its "
-        "gradient; use the op's result, or dt_keep it before"
+        "was overwritten: by the op that read it after dt_last_use, or by its gradient in the "
+        "backward; use the op's result, or call dt_keep on the tensor first"
     };
     dt_tensor *owner = dt__owner(t);
     if (owner->data || owner->param || !owner->block) return 0;
@@ -6445,8 +6445,8 @@ static dt_status dt__widen_grads(dt_ctx *ctx, dt_node *n) {
     return DT_OK;
 }
 
-/* dt_grad_raw of in[0], for an elementwise op in a block. If no other backward reads the data of
-   in[0], its gradient is written over them, in the block's arena. */
+/* Like dt_grad_raw(n, 0, accumulate), for an op that reads each element of in[0] before it writes
+   the element's gradient. If no other backward reads in[0]'s data, the gradient overwrites them. */
 static void *dt__grad_over(dt_node *n, int *accumulate) {
     dt_tensor *x = n->in[0];
     const dt_node *maker = x->producer;
@@ -6833,7 +6833,7 @@ static dt_status dt__make_readable(dt_ctx *ctx, dt_tensor *x) {
 static dt_status dt__make_inputs_readable(dt_ctx *ctx, dt_node *n, dt_phase phase) {
     /* a deferred weight half follows soon: its input travels while the input half is computed */
     int is_split = phase == DT_BACKWARD_INPUT && ctx->root->backward_done == DT__INPUT_HALF_DONE;
-    /* the product for dx comes before x: see dt__linear_output_over */
+    /* x is made again after a fused dx, in its pre-activation's memory: dt__linear_output_over */
     int is_fused = phase == DT_BACKWARD && n->backward == dt__linear_back && dt__linear_fuses(n);
     unsigned unread = n->unread_inputs | (is_split || is_fused ? n->weight_inputs : 0);
     for (int i = 0; i < n->n_in; i++) {
@@ -7741,9 +7741,9 @@ static void *dt__linear_activation_grad(dt_node *n) {
     return a.dx;
 }
 
-/* Fuses the backward of the previous layer's activation into the matrix product that computes dx.
-   If x is the output of a linear layer with an activation, and this op is the only reader of x, the
-   matrix product directly stores the gradient of the pre-activation of the previous layer. */
+/* Returns 1 if the matrix product that computes dx also computes the backward of the previous
+   layer's activation: x is the output of a linear layer with an activation, and only this op reads
+   x. The product then stores the gradient of the previous layer's pre-activation. */
 static int dt__linear_fuses(const dt_node *n) {
     const dt_tensor *x = dt__owner(n->in[0]);
     const dt_node *maker = x->producer;
@@ -7763,9 +7763,8 @@ static void dt__linear_fuse_input_grad(dt_node *n, dt_matmul_args *a) {
     saved->activation_grad_done = 1;
 }
 
-/* Returns 1 after giving the output of a linear op, which is about to be computed again, the memory
-   of the pre-activation: once the pre-activation has its gradient, only this computation reads the
-   pre-activation. */
+/* If the pre-activation of a linear op already has its gradient, lets the op's output, which is
+   recomputed next, overwrite the pre-activation: nothing else reads it. Returns 1 if so. */
 static int dt__linear_output_over(dt_node *n) {
     const dt__linear_saved *saved = (const dt__linear_saved *)n->saved;
     if (!saved->activation_grad_done) return 0;
@@ -7795,6 +7794,7 @@ static dt_status dt__linear_back_groups(
         if (dt__matmul_flow(x->ctx, n->name, NULL, a, arrives, leaves) != DT_OK)
             return dt_error(x->ctx);
     }
+    /* x, if it was left out before a fused dx: see dt__make_inputs_readable */
     if (dw.c && dt__make_readable(x->ctx, n->in[0]) != DT_OK) return dt_error(x->ctx);
     /* dw sums over all rows of d and x, so its chain is that of one product */
     if (dt__flow_arrive(x->ctx, n->out->grad_flow) != DT_OK ||
@@ -9454,7 +9454,7 @@ static int dt__window_of(const char *op, dt_tensor *x, dt_window_desc desc, dt_w
 typedef struct dt__patches_saved {
     dt_window window;
     int pool;
-    dt_tensor *index; /* of a maximum */
+    dt_tensor *index; /* NULL without DT_POOL_MAX */
 } dt__patches_saved;
 
 static dt_status dt__patches_back(dt_node *n) {
@@ -9468,6 +9468,7 @@ static dt_status dt__patches_back(dt_node *n) {
     return a.dx ? DT__KERNEL(n->out->ctx, n->name, patches_back, &a) : dt_error(n->out->ctx);
 }
 
+/* im2col, or pooling if `pool` is not DT_POOL_NONE. */
 static dt_tensor *dt__patches(
     const char *op, dt_tensor *x, dt_window_desc desc, double pad_value, int pool) {
     dt_ctx *ctx = dt__float_op_context(op, 1, x, NULL, NULL);
@@ -13065,8 +13066,8 @@ enum {
     DT__MAX_KC = 768, /* most steps of K in a block; a panel of A of 14 x 768 floats has 42 KB */
     DT__B_BLOCK_BYTES = 1152 << 10, /* size of a packed block of B in bytes */
     DT__A_PANELS = 8,               /* number of panels of A that are packed together */
-    /* Most panels of rows in a block of C if K has several blocks. As many packed panels of A are
-       kept if K is one block: then they serve all blocks of columns. */
+    /* Most panels of rows in a block of C if K has several blocks. If K is one block, up to this
+       many packed panels of A are kept and used for all blocks of columns. */
     DT__C_PANELS = 20,
     /* Most steps of K and columns in a block of a thin product, whose rows are one panel of A. If
        B is transposed, a panel of B stays in L1 until it is multiplied. Otherwise a block reads a
@@ -14272,11 +14273,11 @@ DT__FN void DT__K(row_micro_kernel)(int64_t terms, const DT__REAL *a, int64_t st
    16 x 16 words of B in registers. Every lane adds the products of its column in the order of the
    steps, as all micro-kernels do.
 
-   The processor's own prefetchers do not follow 16 columns at a time. So the columns are divided
-   into pieces of at most 8 cache lines, and while the kernel multiplies a piece, it prefetches the
-   next one column by column, as it lies in memory. L1 holds both. The prefetches are non-temporal,
-   because each weight is read once. Measured on one core (Zen 5), which can read 45 GB/s: 12 to 24
-   GB/s without prefetching, 32 to 36 with it. */
+   The processor's own prefetchers do not follow 16 columns at a time. So the kernel divides the
+   columns into pieces of `run` <= 8 cache lines. While it multiplies one piece, it prefetches the
+   next piece, column by column. L1 holds both. The prefetches are non-temporal, because each
+   element of B is read once. Measured on one core (Zen 5), which can read 45 GB/s: 12 to 24 GB/s
+   without prefetching, 32 to 36 with it. */
 #if DT__ISA == 2
 #define DT__COLUMNS_KERNEL(name, FMADD) \
     DT__FN void DT__K(name)(const DT__REAL *a, const char *b, int64_t ldb, int64_t cols, \
@@ -14301,8 +14302,8 @@ DT__FN void DT__K(row_micro_kernel)(int64_t terms, const DT__REAL *a, int64_t st
                 DT__UNROLL for (int i = 0; i < 16; i++) sum = FMADD(a[p + i], t[i], sum); \
             } \
         } \
-        if (rest > \
-            0) { /* less than a block: copied, because a load would read past the columns */ \
+        /* the rest, less than a block, is copied: a load would read past the columns */ \
+        if (rest > 0) { \
             for (int i = 0; i < 16; i++) \
                 memcpy(last[i], col[i] + 16 * blocks, (size_t)rest), col[i] = last[i]; \
             memcpy(last[16], a + 16 * blocks, (size_t)rest); \
@@ -14410,9 +14411,9 @@ DT__COLUMNS_KERNEL(columns_pair_micro_kernel, DT__PAIR_FMADD)
 DT__EDGE_KERNELS(matmul_pair_edge_kernel, DT__EDGE_PAIR_STEP)
 #undef DT__EDGE_PAIR_STEP
 
-/* row_micro_kernel for pairs: zips 32 elements of two rows of B to two vectors of words. Its pieces
-   of the rows are short, so it prefetches the same columns of as many rows after them, which the
-   next block of K reads. */
+/* row_micro_kernel for pairs: zips 32 elements of two rows of B to two vectors of words. It reads
+   short pieces of `terms` rows, so it prefetches the same columns of the next `terms` rows, which
+   the next block of K reads. */
 #define DT__ZIP_STEP(i, j, at) \
     { \
         __m512i one = _mm512_loadu_si512(b + at), \
@@ -14518,7 +14519,7 @@ DT__FN void DT__K(plan_packing)(DT__K(gemm_plan) * w) {
     if (w->row && !a->trans_b && !a->b_quant && !convert) w->row_kernel = DT__K(row_micro_kernel);
 #if DT__ISA == 2
     if (w->row && !a->trans_b && w->pairs) w->row_kernel = DT__K(row_pair_micro_kernel);
-    /* A must be an aligned array of words */
+    /* columns_kernel reads A as dense, aligned 4-byte words: floats, or pairs of bf16 */
     int words = (!a->trans_a || a->lda == 1) && (uintptr_t)a->a % sizeof(DT__REAL) == 0 &&
                 (a->batch == 1 || !w->pairs || a->stride_a % 2 == 0);
     if (w->row && a->trans_b && words && w->pairs)
@@ -14729,7 +14730,7 @@ typedef struct DT__K(gemm_block) {
     int64_t batch, i0, i1, j0, j1, p0, p1;
     int64_t terms, kc;      /* k indices and steps */
     int64_t from_a, from_b; /* the operands' elements at row 0 or column 0, k index p0 */
-    int a_is_packed;        /* 1 if the block of columns before has packed the same panels of A */
+    int a_is_packed;        /* 1 if the previous block of columns packed the same panels of A */
 } DT__K(gemm_block);
 
 /* Adds the products of a block to rows [i, i + rows) and columns [j, j + cols) of C. `tile` is the
@@ -14771,7 +14772,7 @@ DT__FN void DT__K(matmul_block)(const DT__K(gemm_plan) * w, const DT__K(gemm_blo
     const dt_matmul_args *a = w->args;
     int64_t a_row = a->trans_a ? 1 : a->lda, tile_number = 0; /* within the group of panels */
     int64_t height = w->row ? 1 : DT__MR;
-    int keep_a = x->i1 - x->i0 <= DT__C_PANELS * DT__MR; /* each panel has its own memory */
+    int keep_a = x->i1 - x->i0 <= DT__C_PANELS * DT__MR; /* all panels fit in a_panels */
     /* `at` is the offset of the current tile in c_tiles; it stays 0 if c_tiles is a single tile */
     int64_t at = 0, keep = !w->single_k_block && !w->c_in_place;
     DT__K(gemm_panel) panel = { NULL, 1, DT__MR, NULL, 0 };
@@ -14851,7 +14852,7 @@ DT__FN void DT__K(matmul_columns)(
 
 /* Outer product, the product of a column of A and a row of B (K is 1), such as the gradient of a
    weight from one row. Both are dense in memory. Writes rows [i0, i1) and columns [j0, j1) of C in
-   long pieces, and past the caches if C is large. */
+   long pieces, and with non-temporal stores if C is large. */
 DT__FN void DT__K(matmul_outer)(
     const dt_matmul_args *a, int64_t batch, int64_t i0, int64_t i1, int64_t j0, int64_t j1) {
     DT__REAL row[DT__STRIP], buf_a[64], b[DT__STRIP] = { 0 };
@@ -14863,7 +14864,7 @@ DT__FN void DT__K(matmul_outer)(
         for (int64_t j = j0; j < j1; j += DT__STRIP) {
             int64_t n = j1 - j < DT__STRIP ? j1 - j : DT__STRIP;
             const DT__REAL *y = DT__K(load)(a->dtype, a->b, batch * a->stride_b + j, n, b);
-            if (y != b) memcpy(b, y, (size_t)n * sizeof *b); /* whole vectors can be read of b */
+            if (y != b) memcpy(b, y, (size_t)n * sizeof *b); /* so that whole vectors can be read */
             for (int64_t r = 0; r < rows; r++) {
                 for (int64_t k = 0; k < n; k += DT__NV)
                     DT__STORE(row + k, DT__FMADD(x[r], DT__LOAD(b + k), DT__ZERO));
@@ -14919,6 +14920,7 @@ DT__FN dt_status DT__K(matmul_with)(const dt_matmul_args *args, int pairs) {
     if (a.m < 0 || a.n < 0 || a.k < 0 || a.batch < 0 || a.activation < 0 ||
         a.activation >= DT_ACT_AFFINE || (a.activation_backward && !a.pre_activation))
         return DT_ERR_ARG;
+    if (a.m == 0 || a.n == 0) return DT_OK;
     if (a.batch == 0) a.batch = 1;
     if (a.lda == 0) a.lda = a.trans_a ? a.m : a.k;
     if (a.ldb == 0) a.ldb = a.trans_b ? a.k : a.n;
@@ -15605,14 +15607,14 @@ DT__FN dt_status DT__K(max_rows)(const dt_max_args *a) {
     return DT_OK;
 }
 
-/* Compares row number j with the maxima of the rows before it, as is_greater does, but in a form
-   that the compiler vectorizes. */
+/* Updates the maxima of n columns, and their rows, with row j, in the order of is_greater, but in a
+   form that the compiler vectorizes. */
 DT__FN void DT__K(maxima_of_rows)(
     const DT__REAL *x, int64_t n, int32_t j, DT__REAL *best, int32_t *index) {
     for (int64_t i = 0; i < n; i++) {
         DT__REAL a = x[i], b = best[i];
-        int32_t larger = a <= b ? index[i] : j; /* j for a NaN too */
-        index[i] = b != b ? index[i] : larger;
+        int32_t row = a <= b ? index[i] : j; /* j if a is NaN */
+        index[i] = b != b ? index[i] : row;
         best[i] = ((b != b) | (a <= b)) ? b : a;
     }
 }
@@ -15755,10 +15757,10 @@ DT__FN dt_status DT__K(softmax_back)(const dt_softmax_back_args *a) {
     return DT_OK;
 }
 
-/* Computes the sine and cosine of an angle of less than 2^31, within 2^-52. Subtracts the nearest
-   multiple n of pi/2, which is the sum of three constants; the products of n and the first two are
-   exact. The polynomials, for at most pi/4, are those of fdlibm. Adding 1.5 * 2^52 rounds to the
-   integer n and leaves n in the low bits, as in exp_reduced. */
+/* Computes the sine and cosine of an angle below 2^31, within 2^-52. Writes angle = n pi/2 + r with
+   an integer n and |r| <= pi/4. pi/2 is the sum of three constants; the products of n and the first
+   two are exact. The polynomials in r are those of fdlibm. Adding 1.5 * 2^52 rounds to the integer
+   n and leaves n in the low bits, as in exp_reduced; n mod 4 is the quadrant. */
 DT__FN_INLINE void DT__K(sine_cosine)(double angle, double *sine, double *cosine) {
     const double magic = 6755399441055744.0;
     double shifted = angle * 0.6366197723675814 + magic, n = shifted - magic;
@@ -15778,7 +15780,8 @@ DT__FN_INLINE void DT__K(sine_cosine)(double angle, double *sine, double *cosine
     *cosine = (quadrant + 1) & 2 ? -b : b;
 }
 
-/* Rotates the pairs of one head. */
+/* Rotates the pairs of one head: pair i is elements 2i and 2i + 1 if interleaved, else i and
+   half + i. */
 DT__FN void DT__K(rotate)(const DT__REAL *__restrict__ x, const DT__REAL *__restrict__ cosine,
     const DT__REAL *__restrict__ sine, int64_t half, int interleaved, DT__REAL *__restrict__ out) {
     if (interleaved)
@@ -15831,7 +15834,8 @@ DT__FN dt_status DT__K(rope)(const dt_rope_args *a) {
     return DT_OK;
 }
 
-/* Adds element k of n windows to their means, or compares it with their maxima. */
+/* Pooling, one step: adds element k of a window, in n channels, to the sums in `best`, or compares
+   it with the maxima in `best`. */
 DT__FN void DT__K(pool)(
     int pool, int32_t k, const DT__REAL *x, int64_t n, DT__REAL *best, int32_t *index) {
     if (k == 0) {
@@ -15844,7 +15848,7 @@ DT__FN void DT__K(pool)(
     }
 }
 
-/* im2col and pooling. Combines element after element of a window, in strips of channels. */
+/* im2col and pooling. Copies or combines a window's elements in order, in strips of channels. */
 DT__FN dt_status DT__K(patches)(const dt_patches_args *a) {
     const dt_window *w = &a->window;
     DT__REAL buf[DT__STRIP], pad[DT__STRIP], best[DT__STRIP];
@@ -15883,8 +15887,8 @@ DT__FN dt_status DT__K(patches)(const dt_patches_args *a) {
     return DT_OK;
 }
 
-/* Returns the position whose window has element k of its height (axis 0) or width (1) at `pixel`:
-   position * stride is the pixel plus padding minus the distance of element k. -1: none has. */
+/* Returns the window position whose element k along `axis` (0: height, 1: width) is `pixel`:
+   position * stride = pixel + padding - k * dilation. Returns -1 if there is none. */
 DT__FN int64_t DT__K(window_position)(const dt_window *w, int axis, int64_t pixel, int64_t k) {
     int64_t at = pixel + w->padding[axis] - k * w->dilation[axis], position = at / w->stride[axis];
     int exists = at >= 0 && position < w->out[axis] && position * w->stride[axis] == at;

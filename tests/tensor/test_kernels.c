@@ -1474,6 +1474,30 @@ static void long_casts(void) {
           got[2] == INT64_MAX - 1023 && got[3] == 0);
 }
 
+/* A product without rows or columns writes nothing. */
+static void empty_products(void) {
+    static char work[1 << 20];
+    static const dt_dtype types[] = { DT_F32, DT_F64, DT_BF16 };
+    for (int s = 0; s < 3 * 4 * 4; s++) {
+        int64_t m = s % 4 < 2 ? 0 : 1 + s % 4 % 2 * 2, n = s % 4 < 2 ? 1 + s % 4 * 2 : 0;
+        float a[64] = { 0 }, b[64] = { 0 };
+        uint32_t c[2] = { 77, 77 };
+        dt_matmul_args product = { .dtype = types[s / 16],
+            .c = c,
+            .a = a,
+            .b = b,
+            .m = m,
+            .n = n,
+            .k = s / 4 % 2 ? 1 : 4,
+            .trans_a = s / 8 % 2,
+            .trans_b = !(s / 8 % 2),
+            .work = work,
+            .work_bytes = sizeof work };
+        CHECK(dt_kernels_cpu()->matmul(&product, NULL) == DT_OK);
+        CHECK_MSG(c[0] == 77 && c[1] == 77, "%d x %d", (int)m, (int)n);
+    }
+}
+
 /* A NaN stays a NaN in bf16, also if rounding its bits up would give -0. Vectors and the elements
    after them are converted by different code. */
 static void nan_casts(void) {
@@ -2307,6 +2331,7 @@ static void test_numbers(void) {
     conversions();
     casts();
     long_casts();
+    empty_products();
     nan_casts();
     for (int isa = 0; isa <= dt__best_isa(); isa++) accuracy(isa);
     far_values();
