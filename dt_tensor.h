@@ -12970,6 +12970,7 @@ enum { DT__PLAIN = 0, DT__SIMD = 1 /* AVX2 with FMA, or NEON */, DT__AVX512 = 2,
 /* Vectors with the alignment of one element, because a vector may begin at any element. */
 typedef float dt__float4 __attribute__((vector_size(16), may_alias, aligned(4)));
 typedef double dt__double2 __attribute__((vector_size(16), may_alias, aligned(8)));
+typedef float dt__word __attribute__((may_alias)); /* 4 bytes: a float, or a pair of bf16 */
 
 /* Square roots of vectors for the plain instruction set. The compiler does not vectorize a loop
    over sqrtf, because sqrtf may set errno. */
@@ -13111,9 +13112,9 @@ static dt__gemm_blocks dt__gemm_blocks_make(
    and dt_attention_work return SIZE_MAX. */
 #define DT__MAX_WORK ((int64_t)1 << 48)
 
-/* The scratch memory holds panels of A of at most 14 rows, a block of B, and tiles of C. Packing
-   writes up to two elements past a panel. The size grows with n and k, so scratch memory for the
-   largest of several matrix products is enough for each of them. */
+/* The scratch memory holds DT__C_PANELS panels of A, of at most 14 rows each, a block of B, and
+   tiles of C. Packing writes up to two elements past a panel. The size grows with n and k, so
+   scratch memory for the largest of several matrix products is enough for each of them. */
 size_t dt_matmul_work(int64_t n, int64_t k, dt_dtype dtype) {
     size_t size = dt__real_size(dtype), nc, kc, elements,
            block = size == 8 ? DT__B_BLOCK_BYTES / 8 : DT__B_BLOCK_BYTES / 4;
@@ -13751,7 +13752,8 @@ DT__FN void DT__K(store)(
 }
 
 #if DT__VECTORS
-/* load and store for rows so short that a call takes as long as the copy. */
+/* load and store for rows so short that a call takes as long as the copy. Unlike `store`,
+   store_short needs an array. */
 DT__FN_INLINE const DT__REAL *DT__K(load_short)(
     dt_dtype dtype, const void *array, int64_t at, int64_t n, DT__REAL *buf) {
     return dt__narrow(dtype) ? DT__K(load)(dtype, array, at, n, buf) : (const DT__REAL *)array + at;
@@ -14040,7 +14042,7 @@ DT__FN void DT__K(act_back)(int act, const DT__REAL *x, const DT__REAL *d, int64
             +---------+        +----+----+----+
          MR |         |        |    |tile|    |  MR     C: a tile of MR x NR sums in registers
             +---------+        +----+----+----+
-       A: panels of MR rows; the current panel stays in L1
+       A: panels of MR rows; the current panel stays in L1, which is assumed to have 48 KB
 
        packing       panel[p] = the MR elements of A (or NR of B) of step p, contiguous in memory
        micro-kernel  for p < kc:  tile(MR,NR) += A panel[p]^T B panel[p]
@@ -14086,6 +14088,7 @@ DT__FN inline __attribute__((always_inline)) void DT__K(epilogue_rows)(const dt_
             for (int64_t j = 0; j < cols; j++) t[j] += residual[j];
         }
 #if DT__BITS == 32
+        /* as `store` does, but without its call: a tile's row is short */
         if (dt__narrow(to) && !a->accumulate) {
             DT__K(narrow)(to, (uint16_t *)a->c + at, cols, t);
             continue;
@@ -14177,6 +14180,7 @@ typedef void (*DT__K(columns_kernel))(
     const DT__REAL *a, const char *b, int64_t ldb, int64_t cols, int64_t bytes, DT__REAL *tile);
 typedef void (*DT__K(row_kernel))(int64_t terms, const DT__REAL *a, int64_t step, const void *from,
     int64_t ldb, DT__REAL *tile, int fresh);
+typedef void (*DT__K(outer_kernel))(DT__REAL a, const DT__REAL *b, int64_t n, DT__REAL *row);
 #define DT__ROWS_1(X) X(0)
 #define DT__ROWS_2(X) DT__ROWS_1(X) X(1)
 #define DT__ROWS_4(X) DT__ROWS_2(X) X(2) X(3)
@@ -14196,9 +14200,9 @@ typedef void (*DT__K(row_kernel))(int64_t terms, const DT__REAL *a, int64_t step
 #define DT__STORE_LANES(p, v) DT__STORE(p, v)
 #endif
 #define DT__MICRO_ZERO(i) DT__V c##i##_0 = DT__ZERO, c##i##_1 = DT__ZERO;
-#define DT__MICRO_LOAD(i) \
-    c##i##_0 = DT__LOAD(tile + i * ld); \
-    c##i##_1 = DT__LOAD_LANES(tile + i * ld + DT__NV);
+#define DT__MICRO_START(i) \
+    DT__V c##i##_0 = fresh ? DT__ZERO : DT__LOAD(tile + i * ld), \
+          c##i##_1 = fresh ? DT__ZERO : DT__LOAD_LANES(tile + i * ld + DT__NV);
 #define DT__MICRO_STEP(i) \
     c##i##_0 = DT__FMADD(a[i * row], b0, c##i##_0); \
     c##i##_1 = DT__FMADD(a[i * row], b1, c##i##_1);
@@ -14213,10 +14217,7 @@ typedef void (*DT__K(row_kernel))(int64_t terms, const DT__REAL *a, int64_t step
         const DT__REAL *b, int64_t ldb, DT__REAL *tile, int64_t ld, int fresh, int lanes) { \
         DT__LANES_MASK; \
         (void)row; \
-        ROWS(DT__MICRO_ZERO) \
-        if (!fresh) { \
-            ROWS(DT__MICRO_LOAD) \
-        } \
+        ROWS(DT__MICRO_START) \
         for (int64_t p = 0; p < k; p++, a += step, b += ldb) { \
             DT__V b0 = DT__LOAD(b), b1 = DT__LOAD_LANES(b + DT__NV); \
             ROWS(STEP) \
@@ -14225,7 +14226,6 @@ typedef void (*DT__K(row_kernel))(int64_t terms, const DT__REAL *a, int64_t step
     }
 
 /* The micro-kernel for a tile of one vector of columns at the right edge of C. */
-#if DT__ISA == 2
 #define DT__EDGE_ZERO(i) DT__V c##i = fresh ? DT__ZERO : DT__LOAD_LANES(tile + i * ld);
 #define DT__EDGE_STEP(i) c##i = DT__FMADD(a[i * row], b0, c##i);
 #define DT__EDGE_STORE(i) DT__STORE_LANES(tile + i * ld, c##i);
@@ -14241,16 +14241,6 @@ typedef void (*DT__K(row_kernel))(int64_t terms, const DT__REAL *a, int64_t step
         } \
         ROWS(DT__EDGE_STORE) \
     }
-#define DT__EDGE_KERNELS(name, STEP) \
-    DT__EDGE_KERNEL(name##_full, DT__MATMUL_ROWS, STEP) \
-    DT__EDGE_KERNEL(name##_8, DT__ROWS_8, STEP) \
-    DT__EDGE_KERNEL(name##_4, DT__ROWS_4, STEP) \
-    DT__EDGE_KERNEL(name##_2, DT__ROWS_2, STEP) \
-    DT__EDGE_KERNEL(name##_1, DT__ROWS_1, STEP) \
-    static const DT__K(micro_kernel) DT__K(name##s)[] = { DT__K(name##_full), DT__K(name##_8), \
-        DT__K(name##_4), DT__K(name##_2), DT__K(name##_1) };
-DT__EDGE_KERNELS(matmul_edge_kernel, DT__EDGE_STEP)
-#endif
 
 /* The micro-kernel of one row of A and 8 vectors of columns, for products of one row: it reads long
    pieces of the rows of B, as the memory prefers. */
@@ -14268,54 +14258,57 @@ DT__FN void DT__K(row_micro_kernel)(int64_t terms, const DT__REAL *a, int64_t st
     DT__EIGHT(DT__WIDE_STORE)
 }
 
-/* The micro-kernel of one row of A and at most 16 columns of a B that is stored transposed: column
+/* The micro-kernel of one row of A and at most 32 columns of a B that is stored transposed: column
    j lies in `bytes` bytes of memory, which begin ldb bytes after those of column j - 1. Transposes
    16 x 16 words of B in registers. Every lane adds the products of its column in the order of the
-   steps, as all micro-kernels do.
+   steps, as all micro-kernels do. Each sum waits for the one before, so there are two vectors.
 
-   The processor's own prefetchers do not follow 16 columns at a time. So the kernel divides the
+   The processor's own prefetchers do not follow 32 columns at a time. So the kernel divides the
    columns into pieces of `run` <= 8 cache lines. While it multiplies one piece, it prefetches the
    next piece, column by column. L1 holds both. The prefetches are non-temporal, because each
-   element of B is read once. Measured on one core (Zen 5), which can read 45 GB/s: 12 to 24 GB/s
-   without prefetching, 32 to 36 with it. */
-#if DT__ISA == 2
+   element of B is read once. From memory this is twice as fast as without prefetching. */
 #define DT__COLUMNS_KERNEL(name, FMADD) \
     DT__FN void DT__K(name)(const DT__REAL *a, const char *b, int64_t ldb, int64_t cols, \
         int64_t bytes, DT__REAL *tile) { \
-        const DT__REAL *col[16]; \
+        const dt__word *x = (const dt__word *)a; \
+        const DT__REAL *col[32]; \
         DT__REAL last[17][16] = { { 0 } }; \
-        __m512 t[16], sum = DT__ZERO; \
+        __m512 t[16], sum = DT__ZERO, second = DT__ZERO; \
         int64_t blocks = bytes / 64, rest = bytes % 64, pieces = (blocks + 7) / 8, run = 0; \
+        int64_t width = cols > 16 ? 32 : 16; \
         if (pieces > 0) run = (blocks + pieces - 1) / pieces; \
-        for (int64_t i = 0; i < 16; i++) \
+        for (int64_t i = 0; i < 32; i++) \
             col[i] = (const DT__REAL *)(const void *)(b + (i < cols ? i : cols - 1) * ldb); \
         for (int64_t at = 0, end; at < blocks; at = end) { \
             end = at + run < blocks ? at + run : blocks; \
-            const char *next = end < blocks ? b + 64 * end : b + 16 * ldb; \
-            int64_t lines = end < blocks && blocks - end < run ? blocks - end : run, left = lines; \
+            const char *next = end < blocks ? b + 64 * end : b + width * ldb; \
             for (int64_t p = 16 * at; p < 16 * end; p += 16) { \
-                DT__UNROLL for (int i = 0; i < 16; i++, next += 64) { \
-                    __builtin_prefetch(next, 0, 0); \
-                    if (--left == 0) left = lines, next += ldb - 64 * lines; \
+                for (int64_t j = 0; j < width; j += run, next += ldb) { \
+                    DT__UNROLL for (int i = 0; i < 8; i++) \
+                        __builtin_prefetch(next + 64 * i, 0, 0); \
                 } \
                 DT__K(transpose_words)(t, col, p); \
-                DT__UNROLL for (int i = 0; i < 16; i++) sum = FMADD(a[p + i], t[i], sum); \
+                DT__UNROLL for (int i = 0; i < 16; i++) sum = FMADD(x[p + i], t[i], sum); \
+                if (width == 16) continue; \
+                DT__K(transpose_words)(t, col + 16, p); \
+                DT__UNROLL for (int i = 0; i < 16; i++) second = FMADD(x[p + i], t[i], second); \
             } \
         } \
+        DT__STORE(tile, sum); \
+        DT__STORE(tile + 16, second); \
         /* the rest, less than a block, is copied: a load would read past the columns */ \
-        if (rest > 0) { \
+        for (int64_t j = 0; rest > 0 && j < cols; j += 16) { \
             for (int i = 0; i < 16; i++) \
-                memcpy(last[i], col[i] + 16 * blocks, (size_t)rest), col[i] = last[i]; \
+                memcpy(last[i], col[j + i] + 16 * blocks, (size_t)rest), col[i] = last[i]; \
             memcpy(last[16], a + 16 * blocks, (size_t)rest); \
             DT__K(transpose_words)(t, col, 0); \
             DT__UNROLL for (int i = 0; i < 16; i++) DT__STORE(last[i], t[i]); \
+            sum = DT__LOAD(tile + j); \
             for (int64_t i = 0; 4 * i < rest; i++) \
                 sum = FMADD(last[16][i], DT__LOAD(last[i]), sum); \
+            DT__STORE(tile + j, sum); \
         } \
-        DT__STORE(tile, sum); \
     }
-DT__COLUMNS_KERNEL(columns_micro_kernel, DT__FMADD)
-#endif
 
 /* The micro-kernel of a whole tile and packed panels, which most of a large product takes. Constant
    distances between the elements of a step need no registers. Unless prefetch_stride is 0, the
@@ -14324,11 +14317,9 @@ DT__COLUMNS_KERNEL(columns_micro_kernel, DT__FMADD)
 #define DT__PANEL_KERNEL(name, STEP) \
     DT__FN void DT__K(name)(int64_t k, const DT__REAL *a, const DT__REAL *b, DT__REAL *tile, \
         int64_t ld, int fresh, const char *prefetch, int64_t prefetch_stride) { \
-        const int64_t row = 1; \
-        DT__MATMUL_ROWS(DT__MICRO_ZERO) \
-        if (!fresh) { \
-            DT__MATMUL_ROWS(DT__PANEL_LOAD) \
-        } \
+        const int64_t row = 1, lanes = DT__NV; \
+        DT__LANES_MASK; \
+        DT__MATMUL_ROWS(DT__MICRO_START) \
         for (int64_t p = 0; p < k; p++, a += DT__MR, b += DT__NR) { \
             if (prefetch_stride && p % 8 == 0) { \
                 __builtin_prefetch(prefetch, 0, 2); \
@@ -14339,30 +14330,31 @@ DT__COLUMNS_KERNEL(columns_micro_kernel, DT__FMADD)
         } \
         DT__MATMUL_ROWS(DT__MICRO_STORE) \
     }
-#define DT__PANEL_LOAD(i) \
-    c##i##_0 = DT__LOAD(tile + i * ld); \
-    c##i##_1 = DT__LOAD(tile + i * ld + DT__NV);
 DT__PANEL_KERNEL(panel_micro_kernel, DT__MICRO_STEP)
 
 /* The micro-kernels of several heights. The last rows of C take the tallest ones that fit, so no
    kernel reads or computes rows that A does not have. */
 static const int64_t DT__K(micro_heights)[] = { DT__MR, 8, 4, 2, 1 };
 #if DT__MR > 8
-#define DT__MICRO_KERNEL_8(name, STEP) DT__MICRO_KERNEL(name##_8, DT__ROWS_8, STEP)
+#define DT__MICRO_KERNEL_8(KERNEL, name, STEP) KERNEL(name##_8, DT__ROWS_8, STEP)
 #define DT__MICRO_8(name) DT__K(name##_8)
 #else /* a height that no tile reaches */
-#define DT__MICRO_KERNEL_8(name, STEP)
+#define DT__MICRO_KERNEL_8(KERNEL, name, STEP)
 #define DT__MICRO_8(name) NULL
 #endif
-#define DT__MICRO_KERNELS(name, STEP) \
-    DT__MICRO_KERNEL(name##_full, DT__MATMUL_ROWS, STEP) \
-    DT__MICRO_KERNEL_8(name, STEP) \
-    DT__MICRO_KERNEL(name##_4, DT__ROWS_4, STEP) \
-    DT__MICRO_KERNEL(name##_2, DT__ROWS_2, STEP) \
-    DT__MICRO_KERNEL(name##_1, DT__ROWS_1, STEP) \
+#define DT__MICRO_KERNELS(KERNEL, name, STEP) \
+    KERNEL(name##_full, DT__MATMUL_ROWS, STEP) \
+    DT__MICRO_KERNEL_8(KERNEL, name, STEP) \
+    KERNEL(name##_4, DT__ROWS_4, STEP) \
+    KERNEL(name##_2, DT__ROWS_2, STEP) \
+    KERNEL(name##_1, DT__ROWS_1, STEP) \
     static const DT__K(micro_kernel) DT__K(name##s)[] = { DT__K(name##_full), DT__MICRO_8(name), \
         DT__K(name##_4), DT__K(name##_2), DT__K(name##_1) };
-DT__MICRO_KERNELS(matmul_micro_kernel, DT__MICRO_STEP)
+DT__MICRO_KERNELS(DT__MICRO_KERNEL, matmul_micro_kernel, DT__MICRO_STEP)
+#if DT__ISA == 2
+DT__MICRO_KERNELS(DT__EDGE_KERNEL, matmul_edge_kernel, DT__EDGE_STEP)
+DT__COLUMNS_KERNEL(columns_micro_kernel, DT__FMADD)
+#endif
 
 /* The micro-kernel of attention. Computes the sums from zero like the one above, but element i of
    step p is a[i * row + p * step], so that `a` needs no packing, and rows of `b` are ldb elements
@@ -14405,11 +14397,20 @@ DT__ATTENTION_KERNEL(attention_row_kernel, DT__ROWS_1, DT__MICRO_STEP)
 DT__ATTENTION_KERNEL(attention_pair_micro_kernel, DT__ATTENTION_ROWS, DT__PAIR_STEP)
 DT__ATTENTION_KERNEL(attention_pair_row_kernel, DT__ROWS_1, DT__PAIR_STEP)
 DT__PANEL_KERNEL(panel_pair_micro_kernel, DT__PAIR_STEP)
-DT__MICRO_KERNELS(matmul_pair_micro_kernel, DT__PAIR_STEP)
+DT__MICRO_KERNELS(DT__MICRO_KERNEL, matmul_pair_micro_kernel, DT__PAIR_STEP)
 DT__COLUMNS_KERNEL(columns_pair_micro_kernel, DT__PAIR_FMADD)
+/* A row of an outer product. Multiplies widened elements, moved down to the place of a pair's first
+   element. vdpbf16ps takes denormals for zeros, so DT__FMADD would give other bits than the
+   micro-kernels of tiles. */
+#define DT__FIRST_OF_PAIR(v) _mm512_maskz_srli_epi32(0xffff, (__m512i)(v), 16)
+DT__FN void DT__K(outer_pair_kernel)(DT__REAL a, const DT__REAL *b, int64_t n, DT__REAL *row) {
+    __m512bh x = (__m512bh)DT__FIRST_OF_PAIR(_mm512_set1_ps(a));
+    for (int64_t j = 0; j < n; j += DT__NV)
+        DT__STORE(
+            row + j, _mm512_dpbf16_ps(DT__ZERO, x, (__m512bh)DT__FIRST_OF_PAIR(DT__LOAD(b + j))));
+}
 #define DT__EDGE_PAIR_STEP(i) c##i = DT__PAIR_FMADD(a[i * row], b0, c##i);
-DT__EDGE_KERNELS(matmul_pair_edge_kernel, DT__EDGE_PAIR_STEP)
-#undef DT__EDGE_PAIR_STEP
+DT__MICRO_KERNELS(DT__EDGE_KERNEL, matmul_pair_edge_kernel, DT__EDGE_PAIR_STEP)
 
 /* row_micro_kernel for pairs: zips 32 elements of two rows of B to two vectors of words. It reads
    short pieces of `terms` rows, so it prefetches the same columns of the next `terms` rows, which
@@ -14444,48 +14445,21 @@ DT__FN void DT__K(row_pair_micro_kernel)(int64_t terms, const DT__REAL *a, int64
     }
     DT__EIGHT(DT__WIDE_STORE)
 }
-#undef DT__ZIP_STEP
 #pragma pop_macro("DT__FN")
-#undef DT__PAIR_FMADD
-#undef DT__PAIR_STEP
-#undef DT__COLUMNS_KERNEL
 #endif
-#undef DT__ATTENTION_KERNEL
-#undef DT__MICRO_ADD
-#undef DT__MICRO_KERNEL
-#undef DT__MICRO_KERNELS
-#undef DT__MICRO_KERNEL_8
-#undef DT__MICRO_8
-#undef DT__EIGHT
-#undef DT__WIDE_ZERO
-#undef DT__WIDE_STEP
-#undef DT__WIDE_STORE
+/* the other macros of the micro-kernels have the same text for every instruction set */
 #undef DT__LANES_MASK
-#undef DT__MICRO_LAST
-#undef DT__PANEL_KERNEL
-#undef DT__PANEL_LOAD
 #undef DT__LOAD_LANES
 #undef DT__STORE_LANES
-#undef DT__EDGE_ZERO
-#undef DT__EDGE_STEP
-#undef DT__EDGE_STORE
-#undef DT__EDGE_KERNEL
-#undef DT__EDGE_KERNELS
-#undef DT__ROWS_1
-#undef DT__ROWS_2
-#undef DT__ROWS_4
-#undef DT__ROWS_8
-#undef DT__MICRO_ZERO
-#undef DT__MICRO_LOAD
-#undef DT__MICRO_STEP
-#undef DT__MICRO_STORE
+#undef DT__MICRO_KERNEL_8
+#undef DT__MICRO_8
 
 /* The parameters and arrays of one fast matrix product. A step is one k index, or a pair of k
    indices if `pairs` is set. The arrays lie in the caller's scratch memory. */
 typedef struct DT__K(gemm_plan) {
     const dt_matmul_args *args;
     dt__gemm_blocks blocks;
-    DT__REAL *a_panels; /* panels of A, each (kc,MR); the current panel stays in L1 */
+    DT__REAL *a_panels; /* up to DT__C_PANELS panels of A, each (kc,MR) */
     DT__REAL *b_block;  /* a block of B, (kc,nc), in panels of NR columns; the block stays in L2 */
     /* The unfinished tiles of one block of C. There is only one tile if all of K is one block or if
        C itself holds the unfinished sums. */
@@ -14494,6 +14468,7 @@ typedef struct DT__K(gemm_plan) {
     int c_in_place;     /* 1 if C itself holds unfinished sums, because it has the compute type */
     int a_in_place;     /* 1 if the micro-kernel reads A itself, not packed panels of it */
     int b_in_place;     /* the same for B, except for columns that are less than a panel */
+    int small;          /* 1 if the product is one block and nothing is packed or copied */
     int thin;  /* 1 if A is one panel: B is used once, and each of its panels packed late */
     int row;   /* 1 if A is one row (GEMV), for which there are wider micro-kernels */
     int pairs; /* 1 if a step is a pair of bf16 elements */
@@ -14502,20 +14477,18 @@ typedef struct DT__K(gemm_plan) {
     DT__K(panel_kernel) panel_kernel;
     DT__K(row_kernel) row_kernel;         /* or NULL */
     DT__K(columns_kernel) columns_kernel; /* or NULL */
+    DT__K(outer_kernel) outer_kernel;     /* or NULL */
 } DT__K(gemm_plan);
 
 /* Chooses which operands are multiplied where they lie. Packing an operand pays if it is read
-   several times from beyond L1, and it is needed if its elements must be converted or transposed.
-   */
+   several times from beyond L1, and is needed if its elements must be converted or transposed. */
 DT__FN void DT__K(plan_packing)(DT__K(gemm_plan) * w) {
-    enum {
-        IN_PLACE = 8192 / (sizeof(DT__REAL) / 4)
-    }; /* elements; an operand of this size fits L1 */
+    const int64_t in_l1 = 32768 / (int64_t)sizeof(DT__REAL); /* elements of an operand in L1 */
     const dt_matmul_args *a = w->args;
     int convert = dt__narrow(a->dtype);
     w->thin = a->m <= DT__MR;
     w->row = a->m == 1;
-    w->a_in_place = !convert && (w->thin || a->m * a->k <= IN_PLACE);
+    w->a_in_place = !convert && (w->thin || a->m * a->k <= in_l1);
     if (w->row && !a->trans_b && !a->b_quant && !convert) w->row_kernel = DT__K(row_micro_kernel);
 #if DT__ISA == 2
     if (w->row && !a->trans_b && w->pairs) w->row_kernel = DT__K(row_pair_micro_kernel);
@@ -14527,12 +14500,17 @@ DT__FN void DT__K(plan_packing)(DT__K(gemm_plan) * w) {
     else if (w->row && a->trans_b && words && !convert && !a->b_quant)
         w->columns_kernel = DT__K(columns_micro_kernel);
 #endif
-    w->b_in_place = !convert && !a->trans_b && !a->b_quant && (w->thin || a->n * a->k <= IN_PLACE);
+    w->b_in_place = !convert && !a->trans_b && !a->b_quant && (w->thin || a->n * a->k <= in_l1);
+    w->c_in_place = !a->accumulate && !dt__narrow(dt__wide(a->dtype, a->wide)) &&
+                    a->residual != a->c && a->pre_activation != a->c;
+    w->small = w->a_in_place && w->b_in_place && w->c_in_place && !w->row && !a->activation &&
+               a->m * a->k <= in_l1 && a->n * a->k <= in_l1 && (w->edges || a->n % DT__NR == 0);
 }
 
 #if DT__ISA == 2
 /* `pack` for pairs of source rows: zips rows 2p and 2p + 1 to row p of all panels, at most 32 words
-   at a time, and prefetches later rows. If `terms` is odd, the last row is zipped with zeros. */
+   at a time, and prefetches the rows 8 source rows ahead. If `terms` is odd, the last row is zipped
+   with zeros. */
 #pragma push_macro("DT__FN")
 #undef DT__FN
 #define DT__FN static __attribute__((target("avx512f,avx512bw")))
@@ -14608,6 +14586,7 @@ DT__FN const DT__REAL *DT__K(load_words)(dt_dtype dtype, int quant, int pairs, c
     }
 #endif
     (void)pairs;
+    if (!quant && !dt__narrow(dtype)) return (const DT__REAL *)from + at; /* a row may be short */
     return DT__K(load_operand)(dtype, quant, from, at, terms, buf);
 }
 
@@ -14662,12 +14641,11 @@ DT__FN void DT__K(pack)(const DT__K(gemm_plan) * w, int quant, DT__REAL *to, int
 }
 
 /* Returns the address from which the micro-kernel prefetches, while it computes tile number `tile`
-   of the current group of panels of A. It prefetches a part of the next group, whose first row is
-   row i of A: one cache line every 8 steps, *stride bytes apart. Each tile prefetches only a part,
-   because prefetching the whole group at once would delay one tile by as much time as packing
-   takes. If there is nothing to prefetch, returns NULL and sets *stride to 0. Nothing is prefetched
-   if A is stored transposed and its rows are a multiple of 4096 bytes apart: the rows would share
-   few cache sets and evict each other. */
+   of the current group of panels of A. Each tile prefetches a part of the next group, whose first
+   row is row i of A: one cache line every 8 steps, *stride bytes apart. The whole group at once
+   would delay one tile. If there is nothing to prefetch, returns NULL and sets *stride to 0.
+   Nothing is prefetched if A is stored transposed and its rows are a multiple of 4096 bytes apart:
+   the rows would share few cache sets and evict each other. */
 DT__FN const char *DT__K(prefetch_next_a)(const DT__K(gemm_plan) * w, int64_t at, int64_t i,
     int64_t i1, int64_t terms, int64_t tile, int64_t *stride) {
     const dt_matmul_args *a = w->args;
@@ -14697,6 +14675,13 @@ typedef struct DT__K(gemm_panel) {
     const char *prefetch;
     int64_t prefetch_stride;
 } DT__K(gemm_panel);
+
+/* How many of the `left` last rows of C the next tile has. */
+DT__FN_INLINE int64_t DT__K(tile_rows)(int64_t left, int a_in_place) {
+    /* two tiles of 8 rows take less time than one of 14 and one of 2 */
+    if (a_in_place && DT__MR > 8 && left / 2 == 8) return 8;
+    return left < DT__MR ? left : DT__MR;
+}
 
 /* Adds the products of k steps to rows x cols elements of a tile, with the tallest micro-kernels
    that fit. */
@@ -14781,9 +14766,7 @@ DT__FN void DT__K(matmul_block)(const DT__K(gemm_plan) * w, const DT__K(gemm_blo
     for (int64_t i = x->i0, rows; i < x->i1; i += rows) {
         int64_t left = x->i1 - i, index = (i - x->i0) / DT__MR, number = index % DT__A_PANELS;
         DT__REAL *packed = w->a_panels + (keep_a ? index : number) * x->kc * DT__MR;
-        rows = left < DT__MR ? left : DT__MR;
-        /* two tiles of 8 rows take less time than one of 14 and one of 2 */
-        if (w->a_in_place && DT__MR > 8 && left / 2 == 8) rows = 8;
+        rows = DT__K(tile_rows)(left, w->a_in_place);
         panel.a = w->a_in_place ? (const DT__REAL *)a->a + x->from_a + i * a_row : packed;
         if (number == 0) tile_number = 0;
         if (number == 0 && !w->a_in_place && !x->a_is_packed) DT__K(pack)
@@ -14831,6 +14814,27 @@ DT__FN void DT__K(matmul_packed)(const DT__K(gemm_plan) * w, int64_t batch, int6
     }
 }
 
+/* A small product, whose operands and result all stay in their place. */
+DT__FN void DT__K(matmul_small)(const DT__K(gemm_plan) * w, int64_t batch) {
+    const dt_matmul_args *a = w->args;
+    const DT__REAL *b = (const DT__REAL *)a->b + batch * a->stride_b;
+    DT__REAL *c = (DT__REAL *)a->c + batch * a->stride_c;
+    int fused = a->bias || a->pre_activation || a->residual;
+    DT__K(gemm_panel)
+    panel = { (const DT__REAL *)a->a + batch * a->stride_a, a->trans_a ? 1 : a->lda,
+        a->trans_a ? a->lda : 1, NULL, 0 };
+    for (int64_t i = 0, rows; i < a->m; i += rows) {
+        rows = DT__K(tile_rows)(a->m - i, 1);
+        for (int64_t j = 0; j < a->n; j += DT__NR) {
+            int64_t cols = a->n - j < DT__NR ? a->n - j : DT__NR;
+            DT__K(multiply_tile)
+            (w, &panel, rows, cols, a->k, b + j, a->ldb, c + j, a->ldc, 1);
+            if (fused) DT__K(matmul_epilogue)(a, batch, i, j, rows, cols, c + j, a->ldc);
+        }
+        panel.a += rows * panel.row, c += rows * a->ldc;
+    }
+}
+
 /* GEMV, the product of one row of A and a B that is stored transposed. Nothing is packed: columns
    [first, end) of C read their columns of B once, in the order of memory. */
 DT__FN void DT__K(matmul_columns)(
@@ -14840,12 +14844,13 @@ DT__FN void DT__K(matmul_columns)(
     const char *x = (const char *)a->a + batch * a->stride_a * size,
                *b = (const char *)a->b + batch * a->stride_b * size;
     DT__REAL tile[DT__NR];
-    for (int64_t j = first; j < end; j += DT__NR) {
-        int64_t cols = end - j < DT__NR ? end - j : DT__NR;
+    /* the memory prefers fewer columns at a time */
+    int64_t width = (size_t)(a->n * ldb) < 2 * DT__STREAM_BYTES ? DT__NR : DT__NR / 2;
+    for (int64_t j = first; j < end; j += width) {
+        int64_t cols = end - j < width ? end - j : width;
         DT__K(prefetch_epilogue)(a, batch, 0, j, 1, cols);
-        for (int64_t at = 0; at < cols; at += 16)
-            w->columns_kernel((const DT__REAL *)(const void *)x, b + (j + at) * ldb, ldb,
-                cols - at < 16 ? cols - at : 16, a->k * size, tile + at);
+        w->columns_kernel(
+            (const DT__REAL *)(const void *)x, b + j * ldb, ldb, cols, a->k * size, tile);
         DT__K(matmul_epilogue)(a, batch, 0, j, 1, cols, tile, DT__NR);
     }
 }
@@ -14854,7 +14859,8 @@ DT__FN void DT__K(matmul_columns)(
    weight from one row. Both are dense in memory. Writes rows [i0, i1) and columns [j0, j1) of C in
    long pieces, and with non-temporal stores if C is large. */
 DT__FN void DT__K(matmul_outer)(
-    const dt_matmul_args *a, int64_t batch, int64_t i0, int64_t i1, int64_t j0, int64_t j1) {
+    const DT__K(gemm_plan) * w, int64_t batch, int64_t i0, int64_t i1, int64_t j0, int64_t j1) {
+    const dt_matmul_args *a = w->args;
     DT__REAL row[DT__STRIP], buf_a[64], b[DT__STRIP] = { 0 };
     dt_dtype to = dt__wide(a->dtype, a->wide);
     int mode = dt__store_mode(a->accumulate, a->m * a->n, to);
@@ -14866,7 +14872,8 @@ DT__FN void DT__K(matmul_outer)(
             const DT__REAL *y = DT__K(load)(a->dtype, a->b, batch * a->stride_b + j, n, b);
             if (y != b) memcpy(b, y, (size_t)n * sizeof *b); /* so that whole vectors can be read */
             for (int64_t r = 0; r < rows; r++) {
-                for (int64_t k = 0; k < n; k += DT__NV)
+                if (w->outer_kernel) w->outer_kernel(x[r], b, n, row);
+                for (int64_t k = 0; k < n && !w->outer_kernel; k += DT__NV)
                     DT__STORE(row + k, DT__FMADD(x[r], DT__LOAD(b + k), DT__ZERO));
                 DT__K(store)
                 (to, a->c, batch * a->stride_c + (i + r) * a->ldc + j, n, row, mode);
@@ -14944,30 +14951,29 @@ DT__FN dt_status DT__K(matmul_with)(const dt_matmul_args *args, int pairs) {
     int outer = a.k == 1 && a.m > 1 && (a.trans_a || a.lda == 1) && (!a.trans_b || a.ldb == 1) &&
                 !a.bias && !a.pre_activation && !a.activation && !a.residual && !a.b_quant;
     DT__K(gemm_plan) w;
-    memset(&w, 0, sizeof w);
     w.args = &a;
+    w.edges = NULL, w.row_kernel = NULL, w.columns_kernel = NULL, w.outer_kernel = NULL;
     w.panel_kernel = DT__K(panel_micro_kernel);
     w.kernels = DT__K(matmul_micro_kernels);
 #if DT__ISA == 2
     w.edges = DT__K(matmul_edge_kernels);
-#endif
-#if DT__ISA == 2
     if (pairs) w.panel_kernel = DT__K(panel_pair_micro_kernel);
     if (pairs) w.kernels = DT__K(matmul_pair_micro_kernels);
     if (pairs) w.edges = DT__K(matmul_pair_edge_kernels);
+    if (pairs) w.outer_kernel = DT__K(outer_pair_kernel);
 #endif
     w.pairs = pairs;
     DT__K(plan_packing)(&w);
+    int threads = dt__omp_threads(), small = w.small && !outer && threads == 1;
+    for (int64_t i = 0; small && i < a.batch; i++) DT__K(matmul_small)(&w, i);
+    if (small) return DT_OK;
     int64_t steps = w.pairs ? (a.k + 1) / 2 : a.k;
     int64_t thin_kc = !w.thin ? 0 : a.trans_b ? DT__THIN_KC_TRANSPOSED : DT__THIN_KC;
     w.blocks = dt__gemm_blocks_make(w.row ? 1 : 14, a.n, steps, sizeof(DT__REAL), thin_kc);
     w.single_k_block = steps <= w.blocks.kc;
-    w.c_in_place = !a.accumulate && !dt__narrow(dt__wide(a.dtype, a.wide)) && a.residual != a.c &&
-                   a.pre_activation != a.c;
     int64_t shares = a.m * a.n * a.k < 1 << 18 ? 1 : dt__omp_threads(),
             side = a.m > a.n ? a.m : a.n;
     int64_t each = shares == 1 ? side : ((side + shares - 1) / shares + 31) / 32 * 32;
-    int threads = dt__omp_threads();
     int64_t stride = threads == 1 ? 0 : (int64_t)(a.work_bytes / (size_t)threads);
     DT__PARALLEL
     for (int64_t share = 0; share < a.batch * shares; share++) {
@@ -14984,9 +14990,9 @@ DT__FN dt_status DT__K(matmul_with)(const dt_matmul_args *args, int pairs) {
         if (w.columns_kernel)
             DT__K(matmul_columns)(own, batch, first, end);
         else if (outer && a.m > a.n)
-            DT__K(matmul_outer)(&a, batch, first, end, 0, a.n);
+            DT__K(matmul_outer)(&w, batch, first, end, 0, a.n);
         else if (outer)
-            DT__K(matmul_outer)(&a, batch, 0, a.m, first, end);
+            DT__K(matmul_outer)(&w, batch, 0, a.m, first, end);
         else if (a.m > a.n)
             DT__K(matmul_packed)(own, batch, first, end, 0, a.n);
         else

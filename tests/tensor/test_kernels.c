@@ -209,7 +209,8 @@ static void product_case(
         a->bias = a->activation_backward ? NULL : mem[4];
         a->residual = mem[5];
         a->pre_activation = mem[6];
-        a->activation = 1 + (int)((m + 2 * n + k) % 5);
+        a->activation =
+            a->activation_backward ? 1 + (int)((m + 2 * n + k) % 5) : (int)((m + n + 2 * k) % 6);
     }
     a->activation_backward &= fused;
     a->accumulate = (fused || k == 1) && ta == tb;
@@ -266,13 +267,16 @@ static void products(dt_dtype type, int isa) {
 }
 
 /* An element has the same bits in the full product and in any rectangle of it, also in one row and in
-   one column. Bits of kind: 1 A transposed, 2 B transposed, 4 fused bias and activation. */
+   one column. Bits of kind: 1 A transposed, 2 B transposed, 4 fused bias and activation, 8 elements
+   from 2^60 down to denormals, whose products are denormals too. */
 static void product_bits(dt_dtype type, int isa, int64_t M, int64_t N, int64_t K, int kind) {
     size_t size = dt_dtype_size(type), work_bytes = dt_matmul_work(N, K, type);
     void *a = noise_array(type, (size_t)(M * K), 1), *b = noise_array(type, (size_t)(N * K), 2);
     void *whole = room((size_t)(M * N) * size), *part = room((size_t)(M * N) * size),
          *work = room(work_bytes);
     void *bias = noise_array(type, (size_t)N, 3);
+    for (int64_t i = 0; kind & 8 && i < M * K; i++) put(a, type, i, ldexp(1.4, 60 - (int)i % 195));
+    for (int64_t i = 0; kind & 8 && i < N * K; i++) put(b, type, i, ldexp(-1, 60 - (int)i % 195));
     dt_matmul_args all = { .dtype = type,
         .c = whole,
         .a = a,
@@ -2349,6 +2353,9 @@ static void test_numbers(void) {
 static void products_by(dt_dtype type, int isa) {
     products(type, isa);
     for (int kind = 0; kind < 8; kind++) product_bits(type, isa, 45, 171, 129, kind);
+    for (int kind = 8; kind < 12; kind++) product_bits(type, isa, 200, 233, 1, kind);
+    product_bits(type, isa, 9, 25, 19, 2); /* rows of 32 columns at a time: B is small */
+    product_bits(type, isa, 9, 25, 35, 2);
     product_bits(type, isa, 461, 37, 600, 6);
     product_bits(type, isa, 15, 541, 520, 6);
     product_bits(type, isa, 29, 35, 1601, 6);
