@@ -74,10 +74,10 @@
    multiplies them. cuBLASLt chooses the order of its sums by the sizes of the product. In the
    following kernels nvcc can fuse nothing that changes a result, so the results have the same bits
    as on the CPU: fill, copy, permute, cast, quantize, digest, reduce, cumsum, max, topk, scatter,
-   patches and its backward (except that of mean pooling), uniform init, embedding and its backward,
-   and square_sums. The same holds for binary and dropout if they do not accumulate. NaN payloads are
-   unspecified. Never compile this file with -use_fast_math. The file cannot refuse that flag,
-   because nvcc defines no macro for it.
+   patches and its backward (except that of mean pooling, which fuses scale and accumulate), uniform
+   init, embedding and its backward, and square_sums. The same holds for binary and dropout if they
+   do not accumulate. NaN payloads are unspecified. Never compile this file with -use_fast_math. The
+   file cannot refuse that flag, because nvcc defines no macro for it.
 
    ERRORS. If CUDA refuses a launch, the call returns DT_ERR_DEVICE. A kernel runs asynchronously,
    so a later call reports the kernel's failure, at the latest the sync that waits for the kernel.
@@ -1837,6 +1837,7 @@ DTK_KERNEL __launch_bounds__(BLOCK) patches_kernel(dt_patches_args a, size_t row
                     x0 = (at - line * w.out[1]) * w.stride[1];
             size_t to = row * (size_t)w.channels + col;
             vec<float, N> result = {};
+            int32_t best[N] = {}; /* of a maximum: its element of the window */
             for (int64_t k = first; k < (a.pool ? each : first + 1); k++) {
                 int64_t y = y0 - w.padding[0] + k / w.kernel[1] * w.dilation[0],
                         x = x0 - w.padding[1] + k % w.kernel[1] * w.dilation[1];
@@ -1853,12 +1854,13 @@ DTK_KERNEL __launch_bounds__(BLOCK) patches_kernel(dt_patches_args a, size_t row
                         result.v[i] = k == 0 ? value.v[i] : result.v[i] + value.v[i];
                     else if (greater) {
                         result.v[i] = value.v[i];
-                        a.index[to + i] = (int32_t)k;
+                        best[i] = (int32_t)k;
                     }
                 }
             }
             for (int i = 0; i < N && a.pool == DT_POOL_MEAN; i++)
                 result.v[i] *= (float)(1.0 / (double)each);
+            for (int i = 0; i < N && a.pool == DT_POOL_MAX; i++) a.index[to + i] = best[i];
             store_floats((T *)a.out + to, result);
         });
 }

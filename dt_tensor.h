@@ -637,7 +637,7 @@ typedef struct dt_rope_args {
     /* `in` has shape (tokens,heads,dim); in each head the first `rotary` of the dim elements are
        rotated, and the other elements are copied */
     size_t tokens, heads, dim, rotary;
-    double theta;
+    double theta; /* at least 1 */
     /* 1: pair i is elements 2i and 2i + 1; 0: pair i is elements i and i + rotary/2 */
     int interleaved;
     int inverse, accumulate; /* inverse 1: rotate by the negative angle, as the backward does */
@@ -1957,15 +1957,15 @@ DT_API dt_tensor *dt_topk(dt_tensor *x, int k, dt_tensor **index);
 DT_API dt_tensor *dt_one_hot(dt_tensor *ids, int64_t classes, dt_dtype dtype);
 
 typedef struct dt_rope_desc {
-    double theta; /* 0 means 10000 */
+    double theta; /* at least 1; 0 means 10000 */
     int rotary;   /* how many of a head's D elements are rotated; 0 means all */
     /* 1: pair i is elements 2i and 2i + 1, as Meta stores weights; 0: i and i + rotary/2 */
     int interleaved;
     dt_rope_scaling scaling; /* RoPE scaling: LINEAR, LLAMA3, YARN; zeros mean none */
 } dt_rope_desc;
 /* Rotary embedding. x (B,T,H,D), positions (B,T) i32: rotates pair i of each head by the angle
-   position * theta^(-2i/rotary). arXiv:2104.09864. A scaling with an unknown kind or with numbers
-   out of range fails with DT_ERR_ARG. */
+   position * theta^(-2i/rotary). arXiv:2104.09864. A theta below 1, and a scaling with an unknown
+   kind or with numbers out of range, fail with DT_ERR_ARG. */
 DT_API dt_tensor *dt_rope(dt_tensor *x, dt_tensor *positions, dt_rope_desc desc);
 
 /* Dropout of x (..,C): zeroes each element with probability p and divides the others by 1 - p.
@@ -9482,9 +9482,15 @@ static dt_tensor *dt__patches(
     if (pool == DT_POOL_MAX) saved.index = dt__new_output(ctx, x, DT_I32, shape, "index", 0);
     int rule = pad_value != 0 ? DT__RULE_PATCHES_PADDED : DT__RULE_PATCHES;
     if (pool) rule = pool == DT_POOL_MAX ? DT__RULE_MAX_POOL : DT__RULE_MEAN_POOL;
+    if (pool == DT_POOL_MAX && !saved.index) return NULL;
     if (!dt__propagate(op, y, rule, x, NULL, NULL)) return NULL;
-    dt_patches_args a = { x->dtype, y->data, x->data, *w, pad_value, pool,
-        saved.index ? (int32_t *)saved.index->data : NULL };
+    dt_patches_args a = { .dtype = x->dtype,
+        .out = y->data,
+        .in = x->data,
+        .window = *w,
+        .pad_value = pad_value,
+        .pool = pool,
+        .index = saved.index ? (int32_t *)saved.index->data : NULL };
     if (DT__OP(op, x, patches, &a) != DT_OK) return NULL;
     dt_record_desc d = dt__make_record(op, x, NULL, NULL, dt__patches_back, sizeof saved);
     d.unread_inputs = 1 | DT__UNREAD_OUTPUT;
@@ -10021,7 +10027,7 @@ static dt_rope_args dt__rope_args(const dt_tensor *x, const dt_tensor *positions
         .heads = (size_t)x->shape.d[2],
         .dim = (size_t)x->shape.d[3],
         .rotary = d.rotary ? (size_t)d.rotary : (size_t)x->shape.d[3],
-        .theta = d.theta > 0 ? d.theta : 10000,
+        .theta = d.theta != 0 ? d.theta : 10000,
         .interleaved = d.interleaved,
         .scaling = dt__rope_scaling(d.scaling) };
     return a;
@@ -10049,6 +10055,11 @@ dt_tensor *dt_rope(dt_tensor *x, dt_tensor *positions, dt_rope_desc desc) {
         dt_fail(ctx, DT_ERR_SHAPE,
             "dt_rope(%s): %lld of %lld dimensions are rotary: an even number, of at most 512",
             x->name, (long long)rotary, (long long)D);
+        return NULL;
+    }
+    if (desc.theta != 0 && !(desc.theta >= 1 && desc.theta < HUGE_VAL)) {
+        dt_fail(
+            ctx, DT_ERR_ARG, "dt_rope(%s): theta %g is below 1 or no number", x->name, desc.theta);
         return NULL;
     }
     if (!dt__rope_scaling_fits(x, desc.scaling)) return NULL;
@@ -13164,8 +13175,8 @@ size_t dt_attention_work(int64_t tk, int64_t dim, dt_dtype dtype) {
 /* Strip mining: kernels process this many elements at a time, in buffers on the stack. */
 #define DT__STRIP 512
 /* A transpose copies tiles of DT__TILE columns and DT__TILE_ROWS rows of the result. Memory is fast
-   only in long pieces: a tile is prefetched in pieces of DT__TILE_ROWS elements, while the tile
-   before it is stored in pieces of DT__TILE elements. */
+   only in long pieces: a tile is read in columns of DT__TILE_ROWS elements, prefetched while the
+   previous tile is written in rows of DT__TILE elements. */
 #define DT__TILE 32
 #define DT__TILE_ROWS 256
 
@@ -13502,16 +13513,17 @@ DT__FN_INLINE DT__REAL DT__K(within)(DT__REAL x, DT__REAL most) {
 
    All exponentials share this reduction: write x = n ln 2 + r with an integer n and |r| <= ln 2 /
    2; then e^x = 2^n e^r = 2^n + 2^n d with d = e^r - 1, the result. Adding 1.5 * 2^23 to x / ln 2
-   rounds it to the integer n and leaves n in the low bits. The coefficients are those of Cephes. */
+   rounds it to the integer n and leaves n in the low bits. d is r + r^2 times a polynomial, which
+   is fitted to a relative error of 3e-9 in e^r. */
 DT__FN_INLINE float DT__K(exp_reduced)(float x, uint32_t *n) {
     const float magic = 12582912.0f;
     float shifted = DT__FMA(x, 1.44269504f, magic), rounded = shifted - magic;
     /* ln 2 is the sum of two constants, and the product of n and the first constant is exact */
     float r = DT__FMA(rounded, -0.693359375f, x);
     r = DT__FMA(rounded, 2.12194440e-4f, r);
-    float z = r * r, p = DT__FMA(1.9875691500e-4f, r, 1.3981999507e-3f);
-    p = DT__FMA(p, z, DT__FMA(8.3334519073e-3f, r, 4.1665795894e-2f));
-    p = DT__FMA(p, z, DT__FMA(1.6666665459e-1f, r, 5.0000001201e-1f));
+    float z = r * r, p = DT__FMA(8.3687152874e-3f, r, 4.1668387890e-2f);
+    p = DT__FMA(1.3814602071e-3f, z, p);
+    p = DT__FMA(p, z, DT__FMA(1.6666520645e-1f, r, 4.9999993449e-1f));
     memcpy(n, &shifted, 4);
     *n -= 0x4b400000u; /* the bits of magic */
     return DT__FMA(p, z, r);
@@ -13589,27 +13601,23 @@ DT__FN_INLINE float DT__K(tanh)(float x) {
     return __builtin_copysignf(d / (2.0f + d), x);
 }
 
-/* Returns the standard normal distribution function of x, and e^(-x^2/2) in *bell. The lower tail,
-   divided by the latter, is a polynomial in 1 / (1 + |x| / sqrt 8), which is fitted to a relative
-   error of 5e-8. */
-DT__FN_INLINE float DT__K(phi)(float x, float *bell) {
-    float z = __builtin_fabsf(x) * 0.70710678f, t = 1.0f / DT__FMA(0.5f, z, 1.0f);
-    float t2 = t * t, p = DT__FMA(1.617393085e-2f, t, -1.435691533e-1f),
-          q = DT__FMA(-1.210152256e-1f, t, 2.327887633e-1f);
-    p = DT__FMA(p, t, 4.745959941e-1f);
-    p = DT__FMA(p, t, -7.278496308e-1f);
-    p = DT__FMA(p, t, 4.665797343e-1f);
-    q = DT__FMA(q, t, 2.372273263e-1f);
-    q = DT__FMA(q, t, 2.830107842e-1f);
-    q = DT__FMA(q, t, 2.820574645e-1f);
-    p = DT__FMA(p, t2 * t2 * t, q);
-    *bell = DT__K(exp_down)(-z * z);
-    float tail = 0.5f * t * p * *bell;
+/* Returns the standard normal distribution function of x, where `bell` is e^(-x^2/2). The lower
+   tail, divided by `bell`, is t = 1 / (2.9375 + |x|) times a polynomial in t - 0.1875, which is
+   fitted to a relative error of 3e-8. */
+DT__FN_INLINE float DT__K(phi)(float x, float bell) {
+    float t = 1.0f / (2.9375f + __builtin_fabsf(x)), u = t - 0.1875f, u2 = u * u;
+    float p = DT__FMA(-428.556716f, u, 133.429696f), q = DT__FMA(6.80336111f, u, 7.92150663f);
+    p = DT__FMA(p, u, 81.7002693f);
+    q = DT__FMA(q, u, 3.21121575f);
+    p = DT__FMA(p, u, -35.6945237f);
+    q = DT__FMA(q, u, 0.779921783f);
+    p = DT__FMA(p, u, -18.3324031f);
+    float tail = DT__FMA(p, u2 * u2, q) * t * bell;
     return x < 0 ? tail : 1.0f - tail;
 }
 #elif DT__FLOATS && DT__VECTORS
-DT__FN_INLINE double DT__K(phi)(double x, double *bell) {
-    *bell = exp(-0.5 * x * x);
+DT__FN_INLINE double DT__K(phi)(double x, double bell) {
+    (void)bell;
     return 0.5 * erfc(-0.7071067811865476 * x);
 }
 #endif
@@ -13867,21 +13875,30 @@ DT__FN void DT__K(transpose)(
 
 /* ---- activations ---- */
 
-/* Returns 1 / (1 + e^-x). The exponential of -|x| cannot become infinite. */
-DT__FN_INLINE DT__REAL DT__K(logistic)(DT__REAL x) {
-    DT__REAL e = DT__EXP_DOWN(-DT__ABS(x));
-    return (x < 0 ? e : 1) / (1 + e);
-}
+/* The activations f(x) and their slopes are functions of x and e = e^-|u|, which cannot become
+   infinite. A first loop computes e for all elements, a second one the results: the chains of
+   dependent operations in a loop are then so short that the processor overlaps several vectors. */
 
-/* Returns s(u) = 1 / (1 + e^-u), the factor of a gated function x s(u), and the function's slope
-   s + x s (1 - s) u', from one exponential e = e^-|u| and one division. s (1 - s) is e / (1 + e)^2
-   for both signs of u: where s is close to 1 and x u' is large, the difference 1 - s would have too
-   few digits. If x is infinite, the second term of the slope is infinity times zero, so callers
-   pass DT__K(within)(x, most), where `most` is large enough for s to be exactly 0 or 1. */
-DT__FN_INLINE DT__REAL DT__K(gated)(DT__REAL x, DT__REAL u, DT__REAL du, DT__REAL *slope) {
-    DT__REAL e = DT__EXP_DOWN(-DT__ABS(u)), inverse = 1 / (1 + e), s = (u < 0 ? e : 1) * inverse;
+/* Returns 1 / (1 + e^-u). */
+DT__FN_INLINE DT__REAL DT__K(logistic)(DT__REAL u, DT__REAL e) { return (u < 0 ? e : 1) / (1 + e); }
+
+/* Returns the derivative of the logistic function, s (1 - s). */
+DT__FN_INLINE DT__REAL DT__K(logistic_slope)(DT__REAL e) { return e / ((1 + e) * (1 + e)); }
+
+/* Returns s = 1 / (1 + e^-u), the factor of a gated function x s, and the function's slope
+   s + x s (1 - s) u'. u has the sign of x. s (1 - s) is computed from e, because the difference
+   1 - s has too few digits where s is close to 1. An infinite x times zero would be NaN, so x is
+   limited to a size `most` at which s is exactly 0 or 1. */
+DT__FN_INLINE DT__REAL DT__K(gated)(DT__REAL x, DT__REAL e, DT__REAL du, DT__REAL *slope) {
+    DT__REAL inverse = 1 / (1 + e), s = (x < 0 ? e : 1) * inverse;
     *slope = DT__FMA(x * du, e * inverse * inverse, s);
     return s;
+}
+
+/* Returns condition ? a : b, and reads both: gcc compiles a load under a condition to a masked load
+   that waits for the vector before. */
+DT__FN_INLINE DT__REAL DT__K(select)(int condition, DT__REAL a, DT__REAL b) {
+    return condition ? a : b;
 }
 
 /* Computes y = sqrt(x), with vector instructions. y may be x. */
@@ -13894,12 +13911,15 @@ DT__FN void DT__K(square_roots)(const DT__REAL *x, int64_t n, DT__REAL *y) {
     memcpy(y + i, rest, (size_t)(n - i) * sizeof *rest);
 }
 
-/* Returns ln(1 + e^-|x|), which is at most ln 2. */
-DT__FN_INLINE DT__REAL DT__K(log1p_exp)(DT__REAL x) { return DT__LOG1P(DT__EXP_DOWN(-DT__ABS(x))); }
-
 /* One case of a switch over functions: computes out[i] = value for each i < n. */
 #define DT__EACH(function, out, value) \
     case function: \
+        for (int64_t i = 0; i < n; i++) (out)[i] = (value); \
+        break
+/* The same for functions of e = e^-|u|. */
+#define DT__EACH_DECAY(function, out, value) \
+    case function: \
+        DT__K(decays)(act, x, n, e); \
         for (int64_t i = 0; i < n; i++) (out)[i] = (value); \
         break
 
@@ -13924,31 +13944,41 @@ DT__FN void DT__K(powers_back)(
 }
 
 /* The tanh form of GELU is 0.5 x (1 + tanh u) with u = sqrt(2/pi) (x + 0.044715 x^3), which is
-   x s(2u): one exponential, and no cancellation where tanh u is near -1. DT__GELU_2U is 2u and
-   DT__GELU_2DU its derivative. */
+   x s(2u): no cancellation where tanh u is near -1. DT__GELU_2U is 2u and DT__GELU_2DU its
+   derivative. */
 #define DT__GELU_A ((DT__REAL)1.5957691216057308) /* 2 sqrt(2/pi) */
 #define DT__GELU_B ((DT__REAL)0.07135481627260025)
 #define DT__GELU_2U(x) ((x)*DT__FMA(DT__GELU_B, (x) * (x), DT__GELU_A))
 #define DT__GELU_2DU(x) DT__FMA(3 * DT__GELU_B, (x) * (x), DT__GELU_A)
 
-DT__FN_INLINE DT__REAL DT__K(gelu_erf)(DT__REAL x) {
-    DT__REAL bell;
-    return x * DT__K(phi)(x, &bell);
+/* Computes e = e^-|u|, where u is x unless the activation needs another function of x. e is not
+   x. */
+DT__FN void DT__K(decays)(int act, const DT__REAL *x, int64_t n, DT__REAL *e) {
+    switch (act) {
+        DT__EACH(DT_ACT_GELU, e, -DT__ABS(DT__GELU_2U(x[i])));
+        DT__EACH(DT_ACT_GELU_ERF, e, (DT__REAL)-0.5 * x[i] * x[i]);
+        DT__EACH(DT_ACT_TANH, e, -2 * DT__ABS(x[i]));
+    default:
+        for (int64_t i = 0; i < n; i++) e[i] = -DT__ABS(x[i]);
+        break;
+    }
+    for (int64_t i = 0; i < n; i++) e[i] = DT__EXP_DOWN(e[i]);
 }
 
-/* Computes y = f(x), where f is the activation `act`. y may be x. */
+/* Computes y = f(x), where f is the activation `act`, for n <= DT__STRIP. y may be x. */
 DT__FN void DT__K(act)(
     int act, const DT__REAL *x, int64_t n, DT__REAL *y, DT__REAL scale, DT__REAL shift) {
+    DT__REAL e[DT__STRIP];
     switch (act) {
-        DT__EACH(DT_ACT_GELU, y, x[i] * DT__K(logistic)(DT__GELU_2U(x[i])));
-        DT__EACH(DT_ACT_GELU_ERF, y, DT__K(gelu_erf)(x[i]));
-        DT__EACH(DT_ACT_SILU, y, x[i] * DT__K(logistic)(x[i]));
+    case DT_ACT_GELU:
+        DT__EACH_DECAY(DT_ACT_SILU, y, x[i] * DT__K(logistic)(x[i], e[i]));
+        DT__EACH_DECAY(DT_ACT_GELU_ERF, y, x[i] * DT__K(phi)(x[i], e[i]));
         DT__EACH(DT_ACT_RELU, y, x[i] < 0 ? 0 : x[i]);
         DT__EACH(DT_ACT_TANH, y, DT__TANH(x[i]));
         DT__EACH(DT_ACT_EXP, y, DT__EXP(x[i]));
         DT__EACH(DT_ACT_LN, y, DT__LOG(x[i]));
-        DT__EACH(DT_ACT_SIGMOID, y, DT__K(logistic)(x[i]));
-        DT__EACH(DT_ACT_SOFTPLUS, y, (x[i] > 0 ? x[i] : 0) + DT__K(log1p_exp)(x[i]));
+        DT__EACH_DECAY(DT_ACT_SIGMOID, y, DT__K(logistic)(x[i], e[i]));
+        DT__EACH_DECAY(DT_ACT_SOFTPLUS, y, (x[i] > 0 ? x[i] : 0) + DT__LOG1P(e[i]));
         DT__EACH(DT_ACT_ABS, y, x[i] < 0 ? -x[i] : x[i] + 0); /* -0 + 0 is 0 */
         DT__EACH(DT_ACT_AFFINE, y, scale * x[i] + shift);
         DT__EACH(DT_ACT_CLAMP, y, x[i] < scale ? scale : x[i] > shift ? shift : x[i]);
@@ -13960,34 +13990,18 @@ DT__FN void DT__K(act)(
     }
 }
 
-DT__FN_INLINE DT__REAL DT__K(gelu_slope)(DT__REAL x) {
+DT__FN_INLINE DT__REAL DT__K(gated_slope)(int act, DT__REAL x, DT__REAL e) {
     DT__REAL slope;
-    x = DT__K(within)(x, 30);
-    DT__K(gated)(x, DT__GELU_2U(x), DT__GELU_2DU(x), &slope);
+    x = DT__K(within)(x, act == DT_ACT_SILU ? 88 : 30);
+    DT__K(gated)(x, e, act == DT_ACT_SILU ? 1 : DT__GELU_2DU(x), &slope);
     return slope;
 }
 
 /* Returns the derivative of the erf form of GELU: the normal distribution function of x plus x
    times the normal density. */
-DT__FN_INLINE DT__REAL DT__K(gelu_erf_slope)(DT__REAL x) {
-    DT__REAL bell;
+DT__FN_INLINE DT__REAL DT__K(gelu_erf_slope)(DT__REAL x, DT__REAL e) {
     x = DT__K(within)(x, 30);
-    DT__REAL phi = DT__K(phi)(x, &bell);
-    return DT__FMA(x * (DT__REAL)0.3989422804014327, bell, phi);
-}
-
-DT__FN_INLINE DT__REAL DT__K(silu_slope)(DT__REAL x) {
-    DT__REAL slope;
-    x = DT__K(within)(x, 88);
-    DT__K(gated)(x, x, 1, &slope);
-    return slope;
-}
-
-/* Returns the derivative of the logistic function, s (1 - s); that of tanh x is 4 times the value
-   at 2x. */
-DT__FN_INLINE DT__REAL DT__K(logistic_slope)(DT__REAL x) {
-    DT__REAL e = DT__EXP_DOWN(-DT__ABS(x)), inverse = 1 / (1 + e);
-    return e * inverse * inverse;
+    return DT__FMA(x * (DT__REAL)0.3989422804014327, e, DT__K(phi)(x, e));
 }
 
 DT__FN void DT__K(sqrt_back)(const DT__REAL *x, const DT__REAL *d, int64_t n, DT__REAL *dx) {
@@ -13999,23 +14013,25 @@ DT__FN void DT__K(sqrt_back)(const DT__REAL *x, const DT__REAL *d, int64_t n, DT
     }
 }
 
-/* Computes dx = d f'(x), where f is the activation `act`. dx may be d. Where the derivative is 0,
-   dx is 0, also if d is infinite. */
+/* Computes dx = d f'(x), where f is the activation `act`, for n <= DT__STRIP. dx may be d. Where
+   the derivative is 0, dx is 0, also if d is infinite. The derivative of tanh x is 4 times that of
+   the logistic function at 2x. */
 DT__FN void DT__K(act_back)(int act, const DT__REAL *x, const DT__REAL *d, int64_t n, DT__REAL *dx,
     DT__REAL scale, DT__REAL shift) {
+    DT__REAL e[DT__STRIP];
     switch (act) {
-        DT__EACH(DT_ACT_GELU, dx, d[i] * DT__K(gelu_slope)(x[i]));
-        DT__EACH(DT_ACT_GELU_ERF, dx, d[i] * DT__K(gelu_erf_slope)(x[i]));
-        DT__EACH(DT_ACT_SILU, dx, d[i] * DT__K(silu_slope)(x[i]));
-        DT__EACH(DT_ACT_RELU, dx, x[i] > 0 ? d[i] : 0);
-        DT__EACH(DT_ACT_TANH, dx, d[i] * (4 * DT__K(logistic_slope)(2 * x[i])));
+        DT__EACH_DECAY(DT_ACT_GELU, dx, d[i] * DT__K(gated_slope)(DT_ACT_GELU, x[i], e[i]));
+        DT__EACH_DECAY(DT_ACT_GELU_ERF, dx, d[i] * DT__K(gelu_erf_slope)(x[i], e[i]));
+        DT__EACH_DECAY(DT_ACT_SILU, dx, d[i] * DT__K(gated_slope)(DT_ACT_SILU, x[i], e[i]));
+        DT__EACH(DT_ACT_RELU, dx, DT__K(select)(x[i] > 0, d[i], 0));
+        DT__EACH_DECAY(DT_ACT_TANH, dx, d[i] * (4 * DT__K(logistic_slope)(e[i])));
         DT__EACH(DT_ACT_EXP, dx, d[i] * DT__EXP(x[i]));
         DT__EACH(DT_ACT_LN, dx, d[i] / x[i]);
-        DT__EACH(DT_ACT_SIGMOID, dx, d[i] * DT__K(logistic_slope)(x[i]));
-        DT__EACH(DT_ACT_SOFTPLUS, dx, d[i] * DT__K(logistic)(x[i]));
-        DT__EACH(DT_ACT_ABS, dx, x[i] > 0 ? d[i] : x[i] < 0 ? -d[i] : 0);
+        DT__EACH_DECAY(DT_ACT_SIGMOID, dx, d[i] * DT__K(logistic_slope)(e[i]));
+        DT__EACH_DECAY(DT_ACT_SOFTPLUS, dx, d[i] * DT__K(logistic)(x[i], e[i]));
+        DT__EACH(DT_ACT_ABS, dx, DT__K(select)(x[i] > 0, d[i], x[i] < 0 ? -d[i] : 0));
         DT__EACH(DT_ACT_AFFINE, dx, d[i] * scale);
-        DT__EACH(DT_ACT_CLAMP, dx, x[i] > scale && x[i] < shift ? d[i] : 0);
+        DT__EACH(DT_ACT_CLAMP, dx, DT__K(select)((x[i] > scale) & (x[i] < shift), d[i], 0));
     case DT_ACT_POW: DT__K(powers_back)(x, d, n, dx, scale); break;
     case DT_ACT_SQRT: DT__K(sqrt_back)(x, d, n, dx); break;
     default:
@@ -15085,9 +15101,8 @@ DT__FN_INLINE void DT__K(reduce_strip)(const dt_reduce_args *a, size_t at, int64
 }
 
 /* A short strip of constant length stays in registers or the first cache level, and all inputs and
-   outputs move forward together, which keeps the hardware prefetchers on each of them: from a
-   shared cache a sum is then about as fast as a copy. Narrow types are converted in longer strips.
-   */
+   outputs move forward together, which keeps the hardware prefetchers on each of them. Narrow types
+   are converted in longer strips. */
 DT__FN dt_status DT__K(reduce)(const dt_reduce_args *a) {
     enum { SHORT_STRIP = 128 };
     int narrow = dt__narrow(a->dtype);
@@ -15310,7 +15325,7 @@ DT__FN dt_status DT__K(where)(const dt_where_args *a) {
         if (a->b) y = DT__K(load_strided)(a->dtype, a->b, at_y, a->stride_b[last], r.n, buf_y);
         if (a->a) dt__prefetch(a->dtype, a->a, at_x + r.n, r.n);
         if (a->b) dt__prefetch(a->dtype, a->b, at_y + r.n, r.n);
-        for (int64_t i = 0; i < r.n; i++) out[i] = mask[i] != 0 ? x[i] : y[i];
+        for (int64_t i = 0; i < r.n; i++) out[i] = DT__K(select)(mask[i] != 0, x[i], y[i]);
         DT__K(store)(a->dtype, a->out, r.out, r.n, out, mode);
     }
     return DT_OK;
@@ -15375,17 +15390,18 @@ DT__FN dt_status DT__K(glu)(const dt_glu_args *a) {
    GELU share an exponential. */
 DT__FN void DT__K(glu_slopes)(int act, const DT__REAL *gate, const DT__REAL *up,
     const DT__REAL *dout, int64_t n, DT__REAL *dgate, DT__REAL *dup) {
-    DT__REAL slope;
-#define DT__GATED(u, du, most) \
+    DT__REAL slope, e[DT__STRIP];
+#define DT__GATED(du, most) \
+    DT__K(decays)(act, gate, n, e); \
     for (int64_t i = 0; i < n; i++) { \
         DT__REAL x = DT__K(within)(gate[i], most); \
-        dup[i] = dout[i] * (gate[i] * DT__K(gated)(x, u, du, &slope)); \
+        dup[i] = dout[i] * (gate[i] * DT__K(gated)(x, e[i], du, &slope)); \
         dgate[i] = dout[i] * up[i] * slope; \
     }
     if (act == DT_ACT_SILU) {
-        DT__GATED(x, 1, 88)
+        DT__GATED(1, 88)
     } else if (act == DT_ACT_GELU) {
-        DT__GATED(DT__GELU_2U(x), DT__GELU_2DU(x), 30)
+        DT__GATED(DT__GELU_2DU(x), 30)
     } else {
         for (int64_t i = 0; i < n; i++) dup[i] = dout[i] * up[i];
         DT__K(act_back)(act, gate, dup, n, dgate, 1, 0);
@@ -15923,7 +15939,7 @@ DT__FN dt_status DT__K(patches_back)(const dt_patches_back_args *a) {
                 const DT__REAL *d = DT__K(load)(a->dtype, a->dout, from, n, buf);
                 if (a->pool == DT_POOL_MAX)
                     for (int64_t l = 0; l < n; l++)
-                        sum[l] += a->index[from + l] == (int32_t)k ? d[l] : 0;
+                        sum[l] += DT__K(select)(a->index[from + l] == (int32_t)k, d[l], 0);
                 else
                     for (int64_t l = 0; l < n; l++) sum[l] += d[l];
             }
@@ -16938,27 +16954,21 @@ DT__FN dt_status DT__K(cross_entropy_back)(const dt_cross_entropy_back_args *a) 
     return DT_OK;
 }
 
-/* Returns the sum of max(x,0) - x y + ln(1 + e^-|x|) over at most DT_PIECE pairs, without
-   cancellation where y is 0 or 1. */
-DT__FN double DT__K(bce_sum)(const DT__REAL *x, const DT__REAL *y, int64_t n) {
-    double sum;
-    DT__SUM(double, sum, n,
-        (double)((x[j] > 0 ? x[j] * (1 - y[j]) : -x[j] * y[j]) + DT__K(log1p_exp)(x[j])));
-    return sum;
-}
-
+/* BCE is max(x,0) - x y + ln(1 + e^-|x|), without cancellation where y is 0 or 1. */
 DT__FN dt_status DT__K(pair_loss)(const dt_pair_loss_args *a) {
     double total = 0;
     if (a->kind != DT_PAIR_SQUARE && a->kind != DT_PAIR_BCE) return DT_ERR_ARG;
-    DT__REAL buf_x[DT_PIECE], buf_y[DT_PIECE];
+    DT__REAL buf_x[DT_PIECE], buf_y[DT_PIECE], e[DT_PIECE];
     for (size_t start = 0; start < a->count; start += DT_PIECE) {
         int64_t n = a->count - start < DT_PIECE ? (int64_t)(a->count - start) : DT_PIECE;
         const DT__REAL *x = DT__K(load)(a->dtype, a->a, (int64_t)start, n, buf_x);
         const DT__REAL *y = DT__K(load)(a->dtype, a->b, (int64_t)start, n, buf_y);
         double piece;
-        if (a->kind == DT_PAIR_BCE)
-            piece = DT__K(bce_sum)(x, y, n);
-        else
+        if (a->kind == DT_PAIR_BCE) {
+            DT__K(decays)(DT_ACT_SIGMOID, x, n, e);
+            DT__SUM(double, piece, n,
+                (double)((x[j] > 0 ? x[j] * (1 - y[j]) : -x[j] * y[j]) + DT__LOG1P(e[j])));
+        } else
             DT__SUM(
                 double, piece, n, ((double)x[j] - (double)y[j]) * ((double)x[j] - (double)y[j]));
         total += piece;
@@ -16968,7 +16978,7 @@ DT__FN dt_status DT__K(pair_loss)(const dt_pair_loss_args *a) {
 }
 
 DT__FN dt_status DT__K(pair_loss_back)(const dt_pair_loss_back_args *a) {
-    DT__REAL d[DT__STRIP], buf_x[DT__STRIP], buf_y[DT__STRIP],
+    DT__REAL d[DT__STRIP], e[DT__STRIP], buf_x[DT__STRIP], buf_y[DT__STRIP],
         factor = (DT__REAL)(*a->upstream * a->scale);
     if (a->kind < DT_PAIR_SQUARE || a->kind > DT_PAIR_BCE_TARGET) return DT_ERR_ARG;
     int64_t count = (int64_t)a->count;
@@ -16977,9 +16987,10 @@ DT__FN dt_status DT__K(pair_loss_back)(const dt_pair_loss_back_args *a) {
         int64_t n = count - at < DT__STRIP ? count - at : DT__STRIP;
         const DT__REAL *x = DT__K(load)(a->dtype, a->a, at, n, buf_x),
                        *y = DT__K(load)(a->dtype, a->b, at, n, buf_y);
+        if (a->kind == DT_PAIR_BCE) DT__K(decays)(DT_ACT_SIGMOID, x, n, e);
         switch (a->kind) {
             DT__EACH(DT_PAIR_SQUARE, d, factor * (x[i] - y[i]));
-            DT__EACH(DT_PAIR_BCE, d, factor * (DT__K(logistic)(x[i]) - y[i]));
+            DT__EACH(DT_PAIR_BCE, d, factor * (DT__K(logistic)(x[i], e[i]) - y[i]));
             DT__EACH(DT_PAIR_BCE_TARGET, d, factor * -y[i]);
         }
         DT__K(store)(a->dtype, a->da, at, n, d, mode);
@@ -17338,6 +17349,7 @@ DT__COLD_END
 #undef DT__TANH
 #undef DT__GEMM
 #undef DT__EACH
+#undef DT__EACH_DECAY
 #undef DT__GELU_A
 #undef DT__GELU_B
 #undef DT__GELU_2U

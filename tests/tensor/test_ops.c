@@ -205,6 +205,37 @@ static void fd_ways(const fd_case *c, double *g[AS_WAYS][FD_INPUTS], int i) {
         c->side || twice < 1e-11, "%s: input %d: output used twice: error %.2g", c->name, i, twice);
 }
 
+/* Refuses memory to an op at each place where it asks for some: the op must return NULL, or its
+   backward an error, and must not read what it did not get. Round k of way 0 leaves 64 k bytes in
+   the arena of the results and refuses every other allocation of the forward. Way 1 includes the
+   backward and refuses all allocations after the first k; so does way 0 with AddressSanitizer,
+   under which an arena never has room. The rounds end when nothing was refused. */
+static void fd_refused(fd_case *c, double **x) {
+    enum { MOST = 100 };
+    for (int way = 0; way < 2; way++)
+        for (int k = 0, refused = 1; refused && k < MOST; k++) {
+            meter m = METER;
+            dt_ctx *ctx = open_ctx(&m);
+            dt_tensor *in[FD_INPUTS] = { NULL }, *out = NULL;
+            for (int i = 0; i < c->n; i++)
+                in[i] = dt_require_grad(dt_input(ctx, DT_F64, c->shape[i], x[i]));
+            if (way == 0) { /* a full chunk, then one that is full but for the room */
+                dt_input(ctx, DT_U8, DT_SHAPE(1 << 20), NULL);
+                dt_input(ctx, DT_U8, DT_SHAPE(1), NULL);
+                dt_input(ctx, DT_U8, DT_SHAPE(DT__MAX_GROWTH - 64 * (k + 1)), NULL);
+            }
+            m.refuse_in = way || UNDER_ASAN ? k : 0;
+            m.sticky = 1;
+            out = c->build(in, c);
+            dt_status status = way && out ? dt_backward_at(out, out, DT_BACKWARD) : DT_OK;
+            refused = m.refused;
+            CHECK_MSG((out && status == DT_OK) == !refused &&
+                          dt_error(ctx) == (refused ? DT_ERR_MEM : DT_OK),
+                "%s: way %d, round %d: %s", c->name, way, k, dt_error_text(ctx));
+            close_ctx(ctx, &m, c->name);
+        }
+}
+
 static void fd_check(fd_case c) {
     double *x[FD_INPUTS] = { NULL }, *g[AS_WAYS][FD_INPUTS] = { { NULL } };
     for (int i = 0; i < c.n; i++) {
@@ -216,6 +247,7 @@ static void fd_check(fd_case c) {
     for (int w = 0; w < AS_WAYS; w++) fd_gradient(&c, x, g[w], w);
     for (int i = 0; i < c.n; i++) fd_ways(&c, g, i);
     fd_compare(&c, x, g[AS_INPUTS]);
+    fd_refused(&c, x);
     for (int i = 0; i < c.n; i++) {
         free(x[i]);
         for (int w = 0; w < AS_WAYS; w++) free(g[w][i]);
@@ -703,7 +735,7 @@ static dt_tensor *build_where(dt_tensor **in, fd_case *c) {
     dt_tensor *a = in[0], *b = in[1];
     if (c->kind == 0) return dt_where(dt_less(a, dt_affine(b, 3, 0.1)), a, b);
     dt_tensor *mask = noise_input(a->ctx, DT_F64, c->ids_shape, 9, 1);
-    for (int64_t i = 0; i < dt_count(mask->shape); i += 3) put(mask->data, DT_F64, i, 0);
+    for (int64_t i = 0; mask && i < dt_count(mask->shape); i += 3) put(mask->data, DT_F64, i, 0);
     if (c->kind == 1) return dt_where(mask, a, b);
     if (c->kind == 2) return dt_where(mask, a, dt_mul(a, b)); /* reads a twice */
     return dt_mul(dt_masked_fill(a, mask, -7), b);
@@ -2254,6 +2286,10 @@ ROW(rope_factor, ROPE(.kind = DT_ROPE_LINEAR, .factor = 0.5))
 ROW(rope_bounds, ROPE(.kind = DT_ROPE_LLAMA3, .factor = 2, .original = 8, .low = 4, .high = 4))
 ROW(rope_original, ROPE(.kind = DT_ROPE_YARN, .factor = 2))
 #undef ROPE
+#define ROPE(base) dt_rope(heads_of(p, 1, 3, 1, 4), p->ints, (dt_rope_desc){ .theta = base })
+ROW(rope_theta, ROPE(0.5))
+ROW(rope_theta_nan, ROPE(NAN))
+#undef ROPE
 ROW(rope_null, dt_rope(heads_of(p, 1, 3, 1, 4), NULL, (dt_rope_desc){ 0 }))
 ROW(dropout, dt_dropout(p->x, 1, 1, NULL))
 ROW(dropout_below, dt_dropout(p->x, -0.1, 1, NULL))
@@ -2463,6 +2499,8 @@ static const struct row {
     { r_rope_rotary, DT_ERR_SHAPE, { "dt_rope", "6 of 4" } },
     { r_rope_below, DT_ERR_SHAPE, { "dt_rope", "-2 of 4" } },
     { r_rope_wide, DT_ERR_SHAPE, { "dt_rope", "at most 512" } },
+    { r_rope_theta, DT_ERR_ARG, { "dt_rope", "theta 0.5 is below 1" } },
+    { r_rope_theta_nan, DT_ERR_ARG, { "dt_rope", "theta nan" } },
     { r_rope_kind, DT_ERR_ARG, { "dt_rope", "of kind 4" } },
     { r_rope_factor, DT_ERR_ARG, { "dt_rope", "factor of 0.5" } },
     { r_rope_bounds, DT_ERR_ARG, { "dt_rope", "bounds 4 and 4" } },
