@@ -1624,6 +1624,7 @@ struct dt_bucket {
     void *grad;
     size_t grad_offset, grad_count;
     int grad_offloaded;
+    int grad_borrows; /* 1: with one micro-batch a step, grad may be lent by arenas (section 15) */
     /* (padded) this micro-batch's gradient, until it has been added to grad; may be the same memory
        as grad. When complete it is rounded to sum_dtype */
     void *micro_grad;
@@ -1646,8 +1647,8 @@ typedef struct dt_buckets_desc {
     /* NULL, or a function that says which parts of `bucket` this rank keeps. At the call the bucket
        has its parameters and its padded size, and keeps all values and gradients. The function may
        change padded, shard_offset, shard_count, grad_offset, grad_count, grad_offloaded,
-       reduce_each_micro and sum_dtype. dt_buckets_make fails with DT_ERR_ARG if padded is less than
-       the number of the parameters' elements, or if a part reaches past `padded` */
+       grad_borrows, reduce_each_micro and sum_dtype. dt_buckets_make fails with DT_ERR_ARG if
+       padded is less than the number of the parameters' elements, or a part reaches past it */
     void (*shard)(dt_bucket *bucket, void *user);
     void *user;
     /* size of the caller's struct of a bucket, whose first member is a dt_bucket; 0 means
@@ -2074,8 +2075,7 @@ struct dt_node { /* one recorded op */
     int n_in;
     unsigned want;          /* bit i is 1: the backward must compute the gradient of in[i] */
     unsigned unread_inputs; /* from dt_record_desc */
-    unsigned
-        weight_inputs; /* bit i is 1: only the gradients of parameters read the data of in[i] */
+    unsigned weight_inputs; /* bit i is 1: only gradients of parameters read the data of in[i] */
     /* narrow[i]: the 16-bit gradient of in[i], a bf16 or f16 parameter, that is not yet added to
        the f32 gradient */
     void *narrow[DT_MAX_INPUTS];
@@ -3194,9 +3194,12 @@ typedef struct dt__buffer {
     void *data;
     size_t bytes;
     dt_mem mem;
-    int busy;
-    int any_size;      /* 1: a request of any size may take it; 0: only one of exactly `bytes` */
-    int64_t last_step; /* the number of dt_clear_grads calls when it was last in use */
+    int busy;            /* number of users: more than 1 if a block's arena lends memory */
+    int free_at_release; /* 1: the last user frees the memory */
+    int any_size;        /* 1: a request of any size may take it; 0: only one of exactly `bytes` */
+    int64_t last_step;   /* the number of dt_clear_grads calls when it was last in use */
+    char *unused;        /* (unused_bytes) no tensor needs these bytes before the reset */
+    size_t unused_bytes;
 } dt__buffer;
 
 /* The number of activation bytes that each block of a stage has needed so far, by the block's index
@@ -3293,7 +3296,6 @@ static void dt__account(dt_ctx *ctx, dt_mem mem, size_t bytes, int sign) {
     }
     m->live[mem] += bytes;
     m->live_total += bytes;
-    m->allocations++;
     if (m->live[mem] > m->peak[mem]) m->peak[mem] = m->live[mem];
     if (m->live_total > m->peak_total) m->peak_total = m->live_total;
 }
@@ -3410,6 +3412,7 @@ static void *dt__alloc_counted(
         return NULL;
     }
     dt__account(ctx, mem, bytes, +1);
+    ctx->memory.allocations++;
     return p;
 }
 
@@ -3492,6 +3495,7 @@ dt_ctx *dt_ctx_make(dt_ctx_desc desc) {
     ctx->loss_scale = 1;
     ctx->mem_limit = desc.mem_limit;
     dt__account(ctx, DT_MEM_HOST, sizeof *ctx, +1);
+    ctx->memory.allocations = 1;
     ctx->kernels = *(desc.kernels ? desc.kernels : dt__kernels_default(ctx));
     ctx->stream = desc.stream;
     if (!desc.stream && ctx->kernels.open) {
@@ -3510,6 +3514,8 @@ static void dt__buffers_free(dt_ctx *ctx);
 static void *dt__buffer_acquire(dt_ctx *ctx, dt_mem mem, size_t bytes);
 static void dt__buffer_release(dt_ctx *ctx, void *data);
 static void dt__buffer_free(dt_ctx *ctx, void *data);
+static dt__buffer *dt__buffer_of(dt_ctx *ctx, const void *data);
+static void *dt__unused_take(dt_ctx *ctx, size_t bytes);
 
 void dt_ctx_free(dt_ctx *ctx) {
     if (!ctx) return;
@@ -3900,19 +3906,14 @@ static int dt__slice_next(dt__slice_walk *w) {
     return 1;
 }
 
-/* Returns 1 if the local slice has padding, because a group's size does not divide a dimension. */
-static int dt__slice_has_padding(dt_shape full, dt_local_slice slice) {
-    for (int i = 0; i < full.nd; i++)
-        if (slice.inside[i] != slice.n[i]) return 1;
-    return 0;
-}
-
 /* Zeroes the padding of a local array: the elements outside the full tensor, which lie between the
    runs of a slice walk. */
 static void dt__zero_padding(dt_ctx *ctx, const dt_param_info *p, dt_dtype dtype, void *array) {
-    if (!dt__slice_has_padding(p->full, p->slice)) return;
     size_t size = dt_dtype_size(dtype);
     int64_t done = 0;
+    int has_padding = 0;
+    for (int i = 0; i < p->full.nd; i++) has_padding |= p->slice.inside[i] != p->slice.n[i];
+    if (!has_padding) return;
     dt__slice_walk walk = dt__slice_begin(p->full, p->slice);
     while (dt__slice_next(&walk)) {
         dt__fill(ctx, dtype, (char *)array + (size_t)done * size, (size_t)(walk.local - done), 0);
@@ -4055,32 +4056,28 @@ static dt_status dt__param_check(
     if (bad)
         return dt_fail(
             ctx, DT_ERR_SHAPE, "dt_param(%s): shape %s: %s", name, dt__shape_text(full).s, bad);
+    dt__text why = { "", 0 }, shape = dt__shape_text(full);
     for (int c = 0; c < 3; c++) {
-        if (d.shards[c].comm && (d.shards[c].dim < 0 || d.shards[c].dim >= full.nd))
-            return dt_fail(ctx, DT_ERR_ARG, "dt_param(%s): sharding of dimension %d of %s", name,
-                d.shards[c].dim, dt__shape_text(full).s);
+        dt_shard_spec s = d.shards[c];
+        if (s.comm && (s.dim < 0 || s.dim >= full.nd))
+            why = dt__format("sharding of dimension %d of %s", s.dim, shape.s);
         for (int e = 0; e < c; e++)
-            if (d.shards[c].comm && d.shards[c].comm == d.shards[e].comm &&
-                d.shards[c].dim == d.shards[e].dim)
-                return dt_fail(ctx, DT_ERR_ARG,
-                    "dt_param(%s): dimension %d of %s is sharded twice over one group", name,
-                    d.shards[c].dim, dt__shape_text(full).s);
+            if (s.comm && s.comm == d.shards[e].comm && s.dim == d.shards[e].dim)
+                why = dt__format(
+                    "dimension %d of %s is sharded twice over one group", s.dim, shape.s);
     }
     if (init.kind < 0 || init.kind > 3 || !(init.scale >= 0 && init.scale < HUGE_VAL))
-        return dt_fail(ctx, DT_ERR_ARG,
-            "dt_param(%s): initial values of kind %d and scale %g; it must be finite and not "
-            "negative",
-            name, init.kind, init.scale);
+        why =
+            dt__format("initial values of kind %d and scale %g; it must be finite and not negative",
+                init.kind, init.scale);
     if (!(d.lr_scale >= 0 && d.lr_scale < HUGE_VAL))
-        return dt_fail(ctx, DT_ERR_ARG,
-            "dt_param(%s): lr_scale %g; it must be finite and not negative", name, d.lr_scale);
+        why = dt__format("lr_scale %g; it must be finite and not negative", d.lr_scale);
     if (d.matrices < 0 || (d.matrices > 0 && d.matrices > full.nd - 2))
-        return dt_fail(ctx, DT_ERR_ARG,
-            "dt_param(%s): %d dimensions of %s count matrices; a matrix needs 2 more", name,
-            d.matrices, dt__shape_text(full).s);
+        why = dt__format(
+            "%d dimensions of %s count matrices; a matrix needs 2 more", d.matrices, shape.s);
     if (dt_dtype_size(d.dtype) == 0 || dt__integer(d.dtype))
-        return dt_fail(ctx, DT_ERR_ARG, "dt_param(%s): type %s; use f32, bf16, f16 or f64", name,
-            dt_dtype_name(d.dtype));
+        why = dt__format("type %s; use f32, bf16, f16 or f64", dt_dtype_name(d.dtype));
+    if (why.used) return dt_fail(ctx, DT_ERR_ARG, "dt_param(%s): %s", name, why.s);
     return d.quant ? dt__param_check_quant(ctx, name, full, d) : DT_OK;
 }
 
@@ -4396,16 +4393,35 @@ void dt_clear_grads(dt_ctx *ctx) {
 }
 
 static dt_status dt__grad_sum_alloc(dt_ctx *ctx, dt_bucket *bucket) {
-    size_t size = dt_dtype_size(bucket->sum_dtype);
+    size_t size = dt_dtype_size(bucket->sum_dtype), bytes = bucket->grad_count * size;
     int published = bucket->grad_count == bucket->padded && bucket->sum_dtype == bucket->grad_dtype;
+    int borrows = published && bucket->grad_borrows && ctx->micro_count == 1;
     if (bucket->grad || bucket->grad_offloaded) return ctx->status;
-    bucket->grad = dt_alloc(ctx, DT_MEM_GRADS, bucket->grad_count * size, "gradients");
-    if (!bucket->grad) return ctx->status;
+    if (borrows && (bucket->grad = dt__unused_take(ctx, bytes))) {
+        dt__account(ctx, DT_MEM_ACTS, bytes, -1);
+        dt__account(ctx, DT_MEM_GRADS, bytes, +1);
+    } else if (!(bucket->grad = dt_alloc(ctx, DT_MEM_GRADS, bytes, "gradients")) ||
+               dt__fill(ctx, bucket->sum_dtype, bucket->grad, bucket->grad_count, 0) != DT_OK)
+        return ctx->status;
     for (int i = 0; i < bucket->n_params && published; i++) {
         dt_tensor *t = ctx->params[bucket->first_param + i];
         t->grad = (char *)bucket->grad + t->param->offset * size;
     }
-    return dt__fill(ctx, bucket->sum_dtype, bucket->grad, bucket->grad_count, 0);
+    return DT_OK;
+}
+
+/* Frees the memory of a bucket's gradient, or ends its use of a buffer. */
+static void dt__grad_sum_free(dt_ctx *ctx, dt_bucket *bucket) {
+    size_t bytes = bucket->grad_count * dt_dtype_size(bucket->sum_dtype);
+    int borrowed = dt__buffer_of(ctx, bucket->grad) != NULL && !bucket->grad_offloaded;
+    if (borrowed || bucket->grad_offloaded)
+        dt__buffer_release(ctx, bucket->grad);
+    else
+        dt_free(ctx, DT_MEM_GRADS, bucket->grad, bytes);
+    if (borrowed) dt__account(ctx, DT_MEM_GRADS, bytes, -1);
+    if (borrowed) dt__account(ctx, DT_MEM_ACTS, bytes, +1);
+    for (int i = 0; i < bucket->n_params; i++) ctx->params[bucket->first_param + i]->grad = NULL;
+    bucket->grad = NULL;
 }
 
 /* Returns memory for a bucket's gradient of this micro-batch in the given type: `grad` itself if it
@@ -4501,17 +4517,11 @@ static void dt__grad_complete(dt_ctx *ctx, dt_bucket *bucket) {
 /* Frees a bucket's gradient and its sharding: a later backward without ZeRO makes the whole
    gradient. */
 static void dt__grad_free(dt_ctx *ctx, dt_bucket *bucket) {
-    size_t bytes = bucket->grad_count * dt_dtype_size(bucket->sum_dtype);
     dt__grad_buffer_release(ctx, bucket);
-    if (bucket->grad_offloaded)
-        dt__buffer_release(ctx, bucket->grad);
-    else
-        dt_free(ctx, DT_MEM_GRADS, bucket->grad, bytes);
-    for (int i = 0; i < bucket->n_params; i++) ctx->params[bucket->first_param + i]->grad = NULL;
-    bucket->grad = NULL;
+    dt__grad_sum_free(ctx, bucket);
     bucket->grad_offset = 0;
     bucket->grad_count = bucket->padded;
-    bucket->grad_offloaded = bucket->reduce_each_micro = bucket->micros = 0;
+    bucket->grad_offloaded = bucket->grad_borrows = bucket->reduce_each_micro = bucket->micros = 0;
     bucket->sum_dtype = bucket->grad_dtype;
     bucket->grad_state = DT_GRAD_EMPTY;
 }
@@ -4540,7 +4550,8 @@ static void dt__params_free(dt_ctx *ctx) {
 
    A buffer holds the data of one tensor that is dropped before its block's arena is reset, a
    bucket's gradient of one micro-batch, a bucket's gathered values, or the chunk of a block. All
-   buffers come from one pool.
+   buffers come from one pool. In the backward the memory of a pre-activation in a block's chunk is
+   soon unused. It is lent to the gradients of the parameters of earlier layers, until their update.
 
    Steady memory: a step that makes the requests of the step before, in the same order, gets the
    same buffers and allocates nothing. So the memory of the second step is that of every later step,
@@ -4575,13 +4586,6 @@ static size_t dt__arena_used(const dt__arena *a) {
     return total;
 }
 
-/* Returns the size of the next chunk. An arena that is too small doubles, up to DT__MAX_GROWTH. */
-static size_t dt__chunk_bytes(const dt__arena *a, size_t bytes) {
-    size_t used = dt__arena_used(a), min = used < DT__MAX_GROWTH ? used : (size_t)DT__MAX_GROWTH;
-    if (used == 0) min = a->min_chunk;
-    return DT__ASAN || bytes > min ? bytes : min;
-}
-
 static void *dt__arena_alloc(dt_ctx *ctx, dt__arena *a, size_t bytes) {
     if (bytes == 0) bytes = 1;
     /* with AddressSanitizer keep the exact size, so that the sanitizer sees a read of the first
@@ -4589,7 +4593,11 @@ static void *dt__arena_alloc(dt_ctx *ctx, dt__arena *a, size_t bytes) {
     if (!DT__ASAN) bytes = (bytes + 63) / 64 * 64;
     dt__chunk *c = a->chunks;
     if (!c || c->size - c->used < bytes) {
-        size_t size = dt__chunk_bytes(a, bytes);
+        /* an arena that is too small doubles, up to DT__MAX_GROWTH */
+        size_t used = dt__arena_used(a),
+               min = used < DT__MAX_GROWTH ? used : (size_t)DT__MAX_GROWTH;
+        if (used == 0) min = a->min_chunk;
+        size_t size = DT__ASAN || bytes > min ? bytes : min;
         const char *what = a->what ? a->what : "an arena";
         int empty = c && !c->data; /* the struct of a chunk that went back to the pool */
         if (!empty) c = (dt__chunk *)dt__host_zeroed(ctx, sizeof *c, what);
@@ -4735,26 +4743,43 @@ static void *dt__buffer_acquire(dt_ctx *ctx, dt_mem mem, size_t bytes) {
     return dt__buffer_acquire_at(ctx, mem, bytes, 0);
 }
 
+/* Returns the buffer in which the data lie, or NULL. */
 static dt__buffer *dt__buffer_of(dt_ctx *ctx, const void *data) {
-    for (int i = 0; data && i < ctx->n_buffers; i++)
-        if (ctx->buffers[i].data == data) return &ctx->buffers[i];
+    for (dt__buffer *s = ctx->buffers; data && s < ctx->buffers + ctx->n_buffers; s++)
+        if (s->data && (uintptr_t)data - (uintptr_t)s->data < s->bytes) return s;
     return NULL;
 }
 
-/* Frees a buffer. data may be NULL. */
-static void dt__buffer_free(dt_ctx *ctx, void *data) {
-    dt__buffer *s = dt__buffer_of(ctx, data);
-    if (!s) return;
-    dt_free(ctx, s->mem, s->data, s->bytes);
-    s->data = NULL;
-    s->busy = 0;
-}
-
-/* Returns a buffer to the pool. data may be NULL. */
+/* Ends one use of a buffer. The last one returns it to the pool, or frees it. data may be NULL. */
 static void dt__buffer_release(dt_ctx *ctx, void *data) {
     dt__buffer *s = dt__buffer_of(ctx, data);
-    if (s) s->busy = 0, s->last_step = ctx->steps;
-    if (DT__ASAN) dt__buffer_free(ctx, data); /* so that the sanitizer sees a later use */
+    if (!s) return;
+    s->last_step = ctx->steps;
+    if (s->busy > 0 && --s->busy > 0) return;
+    if (!s->free_at_release && !DT__ASAN)
+        return; /* the sanitizer sees a later use of freed memory */
+    dt_free(ctx, s->mem, s->data, s->bytes);
+    s->data = NULL;
+    s->free_at_release = 0;
+}
+
+/* Frees a buffer after its last use. data may be NULL. */
+static void dt__buffer_free(dt_ctx *ctx, void *data) {
+    dt__buffer *s = dt__buffer_of(ctx, data);
+    if (s) s->free_at_release = 1;
+    dt__buffer_release(ctx, data);
+}
+
+/* Lends `bytes` bytes of the first unused memory that has so many. Returns NULL if none has. The
+   borrower ends its use of the arena's buffer with dt__buffer_release. */
+static void *dt__unused_take(dt_ctx *ctx, size_t bytes) {
+    for (dt__buffer *s = ctx->buffers; s < ctx->buffers + ctx->n_buffers; s++) {
+        if (s->unused_bytes <= bytes) continue;
+        s->unused_bytes = (s->unused_bytes - bytes) / 64 * 64; /* from the end, aligned */
+        s->busy++;
+        return s->unused + s->unused_bytes;
+    }
+    return NULL;
 }
 
 static void dt__buffers_free(dt_ctx *ctx) {
@@ -4897,7 +4922,7 @@ static void dt__block_size_end(dt_ctx *ctx, dt_block_state *b) {
                                             the backward of its op
        DT__OVERWRITTEN      that of the     after dt_last_use the op's result  nothing
                             op's result     overwrote them; or the gradient
-                            or gradient     did in the backward (dt__grad_over)
+                            or gradient     did in the backward (dt__grad_in_place)
        DT__DEAD             none            by the last reset                 nothing
 
    DT__RECOMPUTED is for the outputs of ops in a block that cost one pass over memory: norms,
@@ -5009,18 +5034,13 @@ static void dt__buffer_drop(dt_ctx *ctx, void *p) {
     dt__buffer_release(ctx, p);
 }
 
-/* After the last piece of an incoming flow. */
-static void dt__flow_end(dt_ctx *ctx, dt__flow *f) {
-    dt__flow **at = &ctx->gathers;
-    while (*at && *at != f) at = &(*at)->next_gather;
-    if (*at) *at = f->next_gather;
-    dt__buffer_drop(ctx, f->sent_buffer);
-}
-
 /* Waits for the next piece of incoming data, and multiplies its rows. */
 static void dt__flow_arrive_next(dt_ctx *ctx, dt__flow *f) {
+    dt__flow **at = &ctx->gathers;
     f->next(f);
-    if (f->done == f->pieces) dt__flow_end(ctx, f);
+    while (*at && *at != f) at = &(*at)->next_gather;
+    if (*at && f->done == f->pieces) *at = f->next_gather;
+    if (f->done == f->pieces) dt__buffer_drop(ctx, f->sent_buffer);
     dt__flow_run_products(ctx, f, f->done - 1);
 }
 
@@ -5035,6 +5055,16 @@ static dt_status dt__flow_arrive(dt_ctx *ctx, dt__flow *f) {
 static void dt__flows_arrive(dt_ctx *ctx) {
     for (dt__flow *f = ctx->arriving; f; f = f->next_arriving) dt__flow_arrive(ctx, f);
     ctx->arriving = NULL;
+}
+
+/* Lends p, the memory of t's data in its block's arena, to gradients of parameters. The arena of a
+   recomputed block, which the next block needs, is no buffer and lends nothing. */
+static void dt__data_lend(const dt_tensor *t, void *p) {
+    dt__buffer *s = dt__buffer_of(t->ctx, p);
+    size_t bytes = dt__reserved_bytes(t);
+    if (DT__ASAN || t->block == t->ctx->root || !s || bytes <= s->unused_bytes) return;
+    s->unused = (char *)p;
+    s->unused_bytes = bytes;
 }
 
 /* Drops the data of t. The memory of DT__IN_ARENA is freed with the arena. */
@@ -5052,6 +5082,7 @@ static void dt__data_drop_if_unread(dt_tensor *t) {
 
        grad_storage         memory                        dropped after the
        DT__GRAD_IN_ARENA    arena of its block's grads    backward of the block
+       DT__GRAD_IN_PLACE    that of the data              backward of the tensor's op
        DT__GRAD_OWN         its own, ACTS                 backward of the tensor's op
        DT__GRAD_TRANSIENT   its own, COMM                 backward of the tensor's op
        DT__GRAD_KEPT        its own, ACTS                 reset; see dt_require_grad
@@ -5060,7 +5091,7 @@ static void dt__data_drop_if_unread(dt_tensor *t) {
    nothing reads a gradient, and the next gradient of this size takes the buffer. A block's backward
    then holds the gradients of two or three neighbouring ops, not those of all its ops. Only small
    gradients, and those whose size depends on the data, are in the arena (dt__has_buffer). */
-enum { DT__GRAD_IN_ARENA = 0, DT__GRAD_OWN, DT__GRAD_TRANSIENT, DT__GRAD_KEPT };
+enum { DT__GRAD_IN_ARENA = 0, DT__GRAD_IN_PLACE, DT__GRAD_OWN, DT__GRAD_TRANSIENT, DT__GRAD_KEPT };
 
 /* Drops the gradient of t if it has a buffer of its own. Before the reset, leaves one of
    DT__GRAD_KEPT. */
@@ -5068,7 +5099,10 @@ static void dt__grad_drop(dt_tensor *t, int at_reset) {
     if (t->grad_storage == DT__GRAD_IN_ARENA) return;
     if (t->grad_storage == DT__GRAD_KEPT && !at_reset) return;
     dt__flow_arrive(t->ctx, t->grad_flow);
-    dt__buffer_drop(t->ctx, t->grad);
+    if (t->grad_storage == DT__GRAD_IN_PLACE)
+        dt__data_lend(t, t->grad);
+    else
+        dt__buffer_drop(t->ctx, t->grad);
     t->grad = NULL;
 }
 
@@ -5130,8 +5164,7 @@ static dt_status dt__ensure_values(const char *op, dt_tensor *x) {
     ctx->site = outer;
     if (!t->data)
         return dt_fail(ctx, DT_ERR_ARG,
-            "%s: its values are sharded over ranks, and nothing gathers "
-            "them: dt_zero_free has run",
+            "%s: its values are sharded over ranks, and nothing gathers them: dt_zero_free has run",
             t->name);
     x->data = t->data;
     return ctx->status;
@@ -5207,6 +5240,7 @@ void dt_reset(dt_ctx *ctx) {
     /* all data first: the struct of a block's output may lie in the meta arena of a child */
     dt__block_drop(ctx, root);
     dt__block_release(ctx, root);
+    for (int i = 0; i < ctx->n_buffers; i++) ctx->buffers[i].unused_bytes = 0;
     root->pool[0] = root->sibling; /* the root stays in use, so take it from the pool */
     root->sibling = NULL;
     root->backward_done = root->n_blocks = root->split = 0;
@@ -5220,17 +5254,6 @@ void dt_reset(dt_ctx *ctx) {
     dt__notify_reset(ctx);
 }
 
-/* Makes the table of tapes large enough for number `tape`. */
-static dt_status dt__tapes_reserve(dt_ctx *ctx, int tape) {
-    while (ctx->tape_capacity <= tape) {
-        dt_block_state **grown = (dt_block_state **)dt__grow(
-            ctx, ctx->tapes, ctx->tape_capacity, &ctx->tape_capacity, sizeof *grown, "tapes");
-        if (!grown) return ctx->status;
-        ctx->tapes = grown;
-    }
-    return DT_OK;
-}
-
 void dt_tape(dt_ctx *ctx, int tape, int stage) {
     if (!ctx || ctx->status != DT_OK) return;
     if (tape < 0 || stage < 0 || ctx->current != ctx->root) {
@@ -5238,7 +5261,12 @@ void dt_tape(dt_ctx *ctx, int tape, int stage) {
             ctx->current != ctx->root ? " inside a dt_block" : "");
         return;
     }
-    if (dt__tapes_reserve(ctx, tape) != DT_OK) return;
+    while (ctx->tape_capacity <= tape) {
+        dt_block_state **grown = (dt_block_state **)dt__grow(
+            ctx, ctx->tapes, ctx->tape_capacity, &ctx->tape_capacity, sizeof *grown, "tapes");
+        if (!grown) return;
+        ctx->tapes = grown;
+    }
     dt_block_state *root = ctx->tapes[tape];
     if (!root) {
         ctx->root = NULL; /* a new tape starts with an empty pool */
@@ -5539,8 +5567,7 @@ static dt_status dt__check_output(
                 strcmp(in[i]->name, "dt_input") ? "" : ": check the data passed to dt_input");
     }
     return dt_fail(ctx, DT_ERR_NUMERIC,
-        "%s makes a NaN, %s: element %lld of its output %.60s; its inputs on this rank have "
-        "no NaN",
+        "%s makes a NaN, %s: element %lld of its output %.60s; its inputs on this rank have no NaN",
         op, place.s, (long long)at, dt__shape_text(out->shape).s);
 }
 
@@ -6447,7 +6474,7 @@ static dt_status dt__widen_grads(dt_ctx *ctx, dt_node *n) {
 
 /* Like dt_grad_raw(n, 0, accumulate), for an op that reads each element of in[0] before it writes
    the element's gradient. If no other backward reads in[0]'s data, the gradient overwrites them. */
-static void *dt__grad_over(dt_node *n, int *accumulate) {
+static void *dt__grad_in_place(dt_node *n, int *accumulate) {
     dt_tensor *x = n->in[0];
     const dt_node *maker = x->producer;
     if (!maker || maker->out != x || !(maker->unread_inputs & DT__UNREAD_OUTPUT) || x->grad ||
@@ -6459,6 +6486,7 @@ static void *dt__grad_over(dt_node *n, int *accumulate) {
     x->grad = x->data;
     x->data = NULL;
     x->storage = DT__OVERWRITTEN;
+    x->grad_storage = DT__GRAD_IN_PLACE;
     *accumulate = 0;
     return x->grad;
 }
@@ -6756,29 +6784,20 @@ static void dt__kept_free(dt_ctx *ctx) {
 
 dt_tensor *dt_require_grad(dt_tensor *t) {
     if (!t || t->ctx->status != DT_OK) return NULL;
-    if (dt__integer(t->dtype)) {
-        dt_fail(t->ctx, DT_ERR_ARG, "dt_require_grad(%s): integers have no gradient", t->name);
+    dt_tensor *owner = dt__owner(t);
+    const char *why = dt__integer(t->dtype) ? "integers have no gradient"
+                      : owner->param        ? "the parameter is frozen"
+                      : !owner->block       ? "a tensor of dt_keep has no gradient; "
+                                              "use an op's result"
+                      : owner->readers      ? "an op has used it already, without a gradient"
+                                            : NULL;
+    if (owner->needs_grad && owner->param) return t;
+    if (why && !owner->needs_grad) {
+        dt_fail(t->ctx, DT_ERR_ARG, "dt_require_grad(%s): %s", t->name, why);
         return NULL;
     }
-    if (dt__owner(t)->param) {
-        if (dt__owner(t)->needs_grad) return t;
-        dt_fail(t->ctx, DT_ERR_ARG, "dt_require_grad(%s): the parameter is frozen", t->name);
-        return NULL;
-    }
-    if (!dt__owner(t)->block) {
-        dt_fail(t->ctx, DT_ERR_ARG,
-            "dt_require_grad(%s): a tensor of dt_keep has no gradient; use "
-            "an op's result",
-            t->name);
-        return NULL;
-    }
-    if (!dt__owner(t)->needs_grad && dt__owner(t)->readers) {
-        dt_fail(t->ctx, DT_ERR_ARG,
-            "dt_require_grad(%s): an op has used it already, without a gradient", t->name);
-        return NULL;
-    }
-    dt__owner(t)->needs_grad = t->needs_grad = DT__KEEP_GRAD;
-    dt__owner(t)->grad_storage = DT__GRAD_IN_ARENA;
+    owner->needs_grad = t->needs_grad = DT__KEEP_GRAD;
+    owner->grad_storage = DT__GRAD_IN_ARENA;
     return t;
 }
 
@@ -6796,7 +6815,7 @@ static void dt__node_uses_done(dt_ctx *ctx, const dt_node *n) {
 
 static dt_status dt__linear_back(dt_node *n);
 static int dt__linear_fuses(const dt_node *n);
-static int dt__linear_output_over(dt_node *n);
+static int dt__linear_output_in_place(dt_node *n);
 static dt_status dt__block_rerun(dt_block_state *b, dt_tensor *x);
 
 /* Makes dropped data again: those of a tensor by the op that made it, those of a recomputed block
@@ -6809,8 +6828,8 @@ static dt_status dt__make_again(dt_ctx *ctx, dt_node *n) {
             return dt_error(ctx);
     }
     if (n->child) return dt__block_rerun(n->child, n->in[0]);
-    int over = n->recompute_from_saved && dt__linear_output_over(n);
-    return over || dt__data_alloc(n->out) ? n->recompute(n) : dt_error(ctx);
+    int in_place = n->recompute_from_saved && dt__linear_output_in_place(n);
+    return in_place || dt__data_alloc(n->out) ? n->recompute(n) : dt_error(ctx);
 }
 
 /* Makes the data of x again if x is a transient or recomputed tensor, or a view of one, and was
@@ -6833,7 +6852,7 @@ static dt_status dt__make_readable(dt_ctx *ctx, dt_tensor *x) {
 static dt_status dt__make_inputs_readable(dt_ctx *ctx, dt_node *n, dt_phase phase) {
     /* a deferred weight half follows soon: its input travels while the input half is computed */
     int is_split = phase == DT_BACKWARD_INPUT && ctx->root->backward_done == DT__INPUT_HALF_DONE;
-    /* x is made again after a fused dx, in its pre-activation's memory: dt__linear_output_over */
+    /* x is made again after a fused dx, in the memory of its pre-activation */
     int is_fused = phase == DT_BACKWARD && n->backward == dt__linear_back && dt__linear_fuses(n);
     unsigned unread = n->unread_inputs | (is_split || is_fused ? n->weight_inputs : 0);
     for (int i = 0; i < n->n_in; i++) {
@@ -6965,14 +6984,6 @@ static void dt__count_deferred(dt_tensor *x, int change) {
         if (n->in[i]) dt__count_deferred(n->in[i], change);
 }
 
-static void dt__defer_weights(dt_ctx *ctx, dt_node *n) {
-    dt_node **at = &ctx->deferred;
-    while (*at) at = &(*at)->next_deferred;
-    *at = n;
-    n->next_deferred = NULL;
-    dt__count_deferred(n->in[0], 1);
-}
-
 /* Returns 1 if an op of the block whose backward comes after n's has traffic. */
 static int dt__traffic_follows(const dt_node *n) {
     for (n = n ? n->prev : NULL; n; n = n->prev)
@@ -7018,7 +7029,11 @@ static void dt__node_backward(dt_ctx *ctx, dt_node *n, dt_phase phase) {
         return;
     }
     dt__op_backward(ctx, n, DT_BACKWARD_INPUT);
-    dt__defer_weights(ctx, n);
+    dt_node **last = &ctx->deferred;
+    while (*last) last = &(*last)->next_deferred;
+    *last = n;
+    n->next_deferred = NULL;
+    dt__count_deferred(n->in[0], 1);
 }
 
 /* Returns a description of a tensor: "dt_add f32 (2,3)". */
@@ -7115,18 +7130,18 @@ void dt_loss_scale(dt_ctx *ctx, double scale) {
    backward once, or both halves once and in order. */
 static dt_status dt__backward_begin(dt_tensor *loss, dt_phase phase) {
     dt_ctx *ctx = loss->ctx;
-    if (dt__owner(loss)->param)
-        return dt_fail(ctx, DT_ERR_ARG, "dt_backward(%s): the loss is a parameter", loss->name);
-    if (ctx->current != ctx->root)
-        return dt_fail(ctx, DT_ERR_ARG, "dt_backward(%s): inside a dt_block", loss->name);
-    if (phase == DT_BACKWARD_WEIGHT && ctx->root->backward_done != DT__INPUT_HALF_DONE)
-        return dt_fail(ctx, DT_ERR_ARG,
-            "dt_backward_weight(%s): dt_backward_input comes first, each once", loss->name);
-    if (phase != DT_BACKWARD_WEIGHT && ctx->root->backward_done)
-        return dt_fail(ctx, DT_ERR_ARG,
-            "dt_backward(%s): the backward of this micro-batch has run; "
-            "add losses with dt_loss, and call dt_reset before the next forward",
-            loss->name);
+    int done = ctx->root ? ctx->root->backward_done : 0, weights = phase == DT_BACKWARD_WEIGHT;
+    const char *why =
+        dt__owner(loss)->param                   ? "the loss is a parameter"
+        : ctx->current != ctx->root              ? "inside a dt_block"
+        : weights && done != DT__INPUT_HALF_DONE ? "dt_backward_input comes first, each once"
+        : !weights && done
+            ? "the backward of this micro-batch has run; add losses with dt_loss, and "
+              "call dt_reset before the next forward"
+            : NULL;
+    if (why)
+        return dt_fail(
+            ctx, DT_ERR_ARG, "dt_backward%s(%s): %s", weights ? "_weight" : "", loss->name, why);
     ctx->root->backward_done = phase == DT_BACKWARD_INPUT ? DT__INPUT_HALF_DONE : DT__BACKWARD_DONE;
     dt__flows_arrive(ctx);
     return ctx->status;
@@ -7754,22 +7769,14 @@ static int dt__linear_fuses(const dt_node *n) {
            ((const dt__linear_saved *)maker->saved)->pre_activation && !maker->in[3];
 }
 
-static void dt__linear_fuse_input_grad(dt_node *n, dt_matmul_args *a) {
-    dt__linear_saved *saved = (dt__linear_saved *)dt__owner(n->in[0])->producer->saved;
-    a->activation_backward = 1;
-    a->activation = saved->activation;
-    a->pre_activation = saved->pre_activation->data;
-    saved->pre_activation->grad = a->c;
-    saved->activation_grad_done = 1;
-}
-
 /* If the pre-activation of a linear op already has its gradient, lets the op's output, which is
    recomputed next, overwrite the pre-activation: nothing else reads it. Returns 1 if so. */
-static int dt__linear_output_over(dt_node *n) {
+static int dt__linear_output_in_place(dt_node *n) {
     const dt__linear_saved *saved = (const dt__linear_saved *)n->saved;
-    if (!saved->activation_grad_done) return 0;
+    if (!saved->activation_grad_done || !saved->pre_activation->data) return 0;
     n->out->shares = saved->pre_activation;
-    return (n->out->data = saved->pre_activation->data) != NULL;
+    n->out->data = saved->pre_activation->data;
+    return 1;
 }
 
 /* Computes dx = d w, dw = d^T x and db, the sums of d's columns, for each group of rows. The
@@ -7830,38 +7837,44 @@ static dt_status dt__linear_back_groups(
    dw = d^T x, each element of db is the sum of a column of d, and the residual's gradient is dy. */
 static dt_status dt__linear_back(dt_node *n) {
     dt_tensor *x = n->in[0], *w = n->in[1], *b = n->in[2];
+    const dt__linear_saved *saved = (const dt__linear_saved *)n->saved;
+    dt_tensor *pre = saved->pre_activation; /* NULL without an activation */
     dt_ctx *ctx = x->ctx;
-    dt__linear_sizes s = dt__linear_sizes_of(w, ((dt__linear_saved *)n->saved)->rows);
+    dt__linear_sizes s = dt__linear_sizes_of(w, saved->rows);
     dt_matmul_args dx = { .dtype = x->dtype, .n = s.in, .k = s.out },
                    dw = { .dtype = x->dtype, .m = s.out, .n = s.in, .trans_a = 1 };
     dt_sum_args db = { .dtype = x->dtype, .outer = 1, .inner = (size_t)s.out, .scale = 1 };
-    int complete =
-        (!w->needs_grad || dt_wants(n, 1)) && (!b || !b->needs_grad || dt_wants(n, 2)) &&
-        (!x->needs_grad || dt_wants(n, 0)); /* 1 if the backward is not split in two halves */
-    int no_activation = !((dt__linear_saved *)n->saved)->pre_activation;
+    /* 1 if no weight half follows, which reads the output's gradient */
+    int complete = (!w->needs_grad || dt_wants(n, 1)) && (!b || !b->needs_grad || dt_wants(n, 2));
     /* these read the whole gradient before the first product does */
-    if ((!no_activation || ((dt__linear_saved *)n->saved)->rows) &&
-        dt__flow_arrive(ctx, n->out->grad_flow) != DT_OK)
+    if ((pre || saved->rows) && dt__flow_arrive(ctx, n->out->grad_flow) != DT_OK)
         return dt_error(ctx);
-    if (dt_wants(n, 3) && !no_activation && dt__pass_grad(n, 3, 0) != DT_OK) return dt_error(ctx);
+    if (dt_wants(n, 3) && pre && dt__pass_grad(n, 3, 0) != DT_OK) return dt_error(ctx);
     void *d = dt__linear_activation_grad(n);
-    /* nothing reads these data again, unless the weight half of a later op reads the output */
-    int read_again = n->out->storage == DT__RECOMPUTED &&
-                     (n->out->deferred_reads || ctx->root->backward_done == DT__INPUT_HALF_DONE);
-    if (d && !no_activation && !read_again)
-        dt__data_drop(((dt__linear_saved *)n->saved)->pre_activation);
-    int is_fused = dt__linear_fuses(n); /* before x has a gradient */
+    /* nothing reads these data again, unless the backward is split: then the weight half of a later
+       op computes the output again (a deferred weight half has kept it) */
+    int read_again =
+        n->out->storage == DT__RECOMPUTED && ctx->root->backward_done == DT__INPUT_HALF_DONE;
+    if (d && pre && !read_again) {
+        if (pre->storage == DT__IN_ARENA && !n->out->deferred_reads) dt__data_lend(pre, pre->data);
+        dt__data_drop(pre);
+    }
+    int is_fused = dt__linear_fuses(n); /* asked before dt__grad_wide gives x a gradient */
     if (!d || (dt_wants(n, 0) && !(dx.c = dt__grad_wide(n, 0, &dx.accumulate, &dx.wide))))
         return dt_error(ctx);
     if (dx.c && n->out->grad_flow) dt__run_deferred(ctx, NULL);
-    if (is_fused) dt__linear_fuse_input_grad(n, &dx);
-    if (dt_wants(n, 1) && !(dw.c = dt__grad_wide(n, 1, &dw.accumulate, &dw.wide)))
+    if (is_fused) {
+        dt__linear_saved *previous = (dt__linear_saved *)dt__owner(x)->producer->saved;
+        dx.activation_backward = previous->activation_grad_done = 1;
+        dx.activation = previous->activation;
+        dx.pre_activation = previous->pre_activation->data;
+        previous->pre_activation->grad = dx.c;
+    }
+    if ((dt_wants(n, 1) && !(dw.c = dt__grad_wide(n, 1, &dw.accumulate, &dw.wide))) ||
+        (dt_wants(n, 2) && !(db.out = dt__grad_wide(n, 2, &db.accumulate, &db.wide))) ||
+        dt__linear_back_groups(n, d, dx, dw, db) != DT_OK)
         return dt_error(ctx);
-    if (dt_wants(n, 2) && !(db.out = dt__grad_wide(n, 2, &db.accumulate, &db.wide)))
-        return dt_error(ctx);
-    if (dt__linear_back_groups(n, d, dx, dw, db) != DT_OK) return dt_error(ctx);
-    if (dt_wants(n, 3) && no_activation) return dt__pass_grad(n, 3, complete);
-    return DT_OK;
+    return dt_wants(n, 3) && !pre ? dt__pass_grad(n, 3, complete) : DT_OK;
 }
 
 /* Returns 1 if `rows` has the number of rows of each of w's groups of x's rows. */
@@ -8280,7 +8293,7 @@ static dt_status dt__glu_back(dt_node *n) {
         .in = x->data,
         .rows = dt__row_count(n->out),
         .cols = dt__last_dim(x) };
-    a.dx = dt__grad_over(n, &a.accumulate);
+    a.dx = dt__grad_in_place(n, &a.accumulate);
     return a.dx ? DT__KERNEL(x->ctx, n->name, glu_back, &a) : dt_error(x->ctx);
 }
 
@@ -12587,9 +12600,8 @@ static dt_status dt__quantised_load(
         if (dt_quantize((dt_quant)quant, (float *)(void *)memory, here * per_row,
                 memory + values) != DT_OK) {
             dt_fail(ctx, DT_ERR_NUMERIC,
-                "dt_weights_load(%s): a value is not finite, which %s "
-                "cannot store",
-                param->name, dt_quant_name((dt_quant)quant));
+                "dt_weights_load(%s): a value is not finite, which %s cannot store", param->name,
+                dt_quant_name((dt_quant)quant));
             break;
         }
         dt__move_now(ctx, (char *)param->data + dt_quant_bytes((dt_quant)quant, at * per_row),

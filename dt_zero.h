@@ -1149,6 +1149,7 @@ static void dt__zero_on_shard(dt_bucket *bucket, void *user) {
         bucket->sum_dtype = bucket->dtype;
     /* tied gradients stay in memory, because another pipeline stage adds to them later */
     bucket->grad_offloaded = dt__grads_on_disk(zero) && !bucket->frozen && !z->tied_group;
+    bucket->grad_borrows = !stage->shard_params && !z->tied_group; /* dt__zero_on_forward */
 }
 
 /* Allocates the optimizer state of a bucket. */
@@ -2475,6 +2476,18 @@ static void dt__zero_on_enter(dt_ctx *ctx, const dt_event *event, void *user) {
     dt__gather_plans_rewind(zero); /* the forward has ended */
     if (!zero->desc.keep_gathered) dt__zero_free_held(zero, 0);
     zero->current_phase = event->phase == DT_BACKWARD_WEIGHT ? DT__IN_WEIGHT_HALF : DT__IN_BACKWARD;
+}
+
+/* At stages 0 to 2: before a block's forward takes memory for activations, the gradients of the
+   last step give back the memory that they have borrowed from the arenas. */
+static void dt__zero_on_forward(dt_ctx *ctx, const dt_event *event, void *user) {
+    dt_zero *zero = (dt_zero *)user;
+    for (int u = 0; u < zero->n_buckets && event->phase == DT_FORWARD; u++) {
+        dt_bucket *bucket = &zero->buckets[u].bucket;
+        if (bucket->grad_borrows && bucket->grad_state == DT_GRAD_EMPTY &&
+            dt__buffer_of(ctx, bucket->grad))
+            dt__grad_sum_free(ctx, bucket);
+    }
 }
 
 static void dt__zero_on_leave(dt_ctx *ctx, const dt_event *event, void *user) {
@@ -5050,6 +5063,7 @@ static void dt__zero_listen(dt_zero *zero) {
     l->grad_ready = dt__zero_on_grad_ready;
     l->closing = dt__zero_on_closing;
     l->release = dt__zero_on_release;
+    l->enter = dt__zero_on_forward;
     l->user = zero;
     if (zero->stage->shard_params) {
         dt__world *world = dt__world_of(zero->ctx);
@@ -5444,15 +5458,10 @@ static dt_status dt__zero_between_steps(dt_zero *zero, const char *what) {
 /* Sets bucket->paused; frees the gradient of a paused bucket. */
 static void dt__bucket_pause(dt_zero *zero, dt__zero_bucket *z) {
     dt_bucket *bucket = &z->bucket;
-    size_t bytes = bucket->grad_count * dt_dtype_size(bucket->sum_dtype);
     bucket->paused = !bucket->frozen;
     for (int i = bucket->first_param; i < bucket->first_param + bucket->n_params; i++)
         if (dt_param_get(zero->ctx, i)->needs_grad) bucket->paused = 0;
-    if (!bucket->paused || bucket->grad_offloaded) return;
-    dt_free(zero->ctx, DT_MEM_GRADS, bucket->grad, bytes);
-    bucket->grad = NULL;
-    for (int i = bucket->first_param; i < bucket->first_param + bucket->n_params; i++)
-        dt_param_get(zero->ctx, i)->grad = NULL;
+    if (bucket->paused && !bucket->grad_offloaded) dt__grad_sum_free(zero->ctx, bucket);
 }
 
 static dt_status dt__zero_freeze(dt_zero *zero, const char *params, int on) {

@@ -3,7 +3,7 @@
 
        make build/bench_train && build/bench_train [--config gpt|llama] [--dtype f32|bf16] [--quick]
            [--rounds N] [--steps N] [--python PATH] [--variants LIST] [--openblas PATH]
-           [--llmc PATH] [--profile]
+           [--llmc PATH] [--profile [--zero1]]
 
    The models, with AdamW and clip 1:
 
@@ -20,6 +20,11 @@
    fastest is the peer. It starts from dt's initial weights and reads the same data in the same
    order. The losses of its first steps are compared with dt's, to show that both compute the same
    function.
+
+   The rows f32-zero1 of gpt-6x384 train with ZeRO-1: each rank keeps the optimizer state of its
+   half of the parameters. The losses are the same bits as dt's without it. The peer is PyTorch with
+   ZeroRedundancyOptimizer. rss_ratio_zero1 compares dt's memory with ZeRO-1 to that of PyTorch's
+   fastest variant in f32, as rss_ratio_f32 does without ZeRO-1.
 
    llm.c, for gpt-6x384 only: --llmc PATH, a train_gpt2 built as peers/llmc_files.py describes.
 
@@ -61,6 +66,8 @@ static const char *const variants_of_1 =
     "eager-fused-1x1,compile-fused-1x1,compile-fused-1x1-arena,eager-fused-1x1-bf16,"
     "compile-fused-1x1-bf16,compile-fused-1x1-bf16-arena,eager-fused-1x1-bf16-pure,"
     "compile-fused-1x1-bf16-pure";
+
+static const char *const variants_of_zero1 = "eager-fused-2x1-zero1,compile-fused-2x1-zero1";
 
 static gpt_config gpt_of(int layers, int width, int heads, int seq) {
     return (gpt_config){ .layers = layers,
@@ -104,6 +111,7 @@ static int config_number(const char *name) {
 
 typedef struct settings {
     int quick, profile, rounds, steps;
+    int zero1;      /* 1: this process is a worker or --profile with ZeRO-1 */
     int config;     /* for a worker and --profile; else the only one to measure, or -1: all */
     dt_dtype dtype; /* for --worker and --profile */
     /* this process is dt's worker: "train", or the file into which it writes its weights */
@@ -131,6 +139,8 @@ static settings parse(int argc, char **argv) {
             s.quick = 1, s.rounds = 1, s.steps = 3;
         else if (strcmp(argv[i], "--profile") == 0)
             s.profile = 1;
+        else if (strcmp(argv[i], "--zero1") == 0)
+            s.zero1 = 1;
         else if ((v = bench_option(argc, argv, &i, "--rounds")))
             good = (s.rounds = atoi(v)) > 0 && s.rounds <= 100;
         else if ((v = bench_option(argc, argv, &i, "--steps")))
@@ -156,7 +166,7 @@ static settings parse(int argc, char **argv) {
         if (!good)
             bench_refuse(argc, argv, i,
                 "--config gpt|llama --dtype f32|bf16 --quick --rounds N --steps N --python PATH "
-                "--variants LIST --openblas PATH --llmc PATH --profile");
+                "--variants LIST --openblas PATH --llmc PATH --profile --zero1");
     }
     return s;
 }
@@ -202,13 +212,14 @@ static int worker(
     workload w = workload_of_worker(s);
     config.model = w.model;
     config.mesh.dp = w.ranks;
-    config.zero = (dt_zero_desc){ .optimizer = DT_ADAMW,
+    config.zero = (dt_zero_desc){ .stage = s->zero1,
+        .optimizer = DT_ADAMW,
         .beta1 = 0.9,
         .beta2 = 0.95,
         .eps = 1e-8,
         .weight_decay = 0.1,
         .clip = 1 };
-    config.lr = (dt_lr_desc){ 3e-4, DT_LR_CONSTANT, 0, 1, 1 };
+    config.lr = (dt_lr_desc){ 3e-4, DT_LR_CONSTANT, 0, 1, 1, 0 };
     config.micro_batch = w.sequences;
     config.accum = 1;
     config.stop_at = steps;
@@ -458,7 +469,16 @@ static void product_rate_free(product_rate *p) {
 
 // ==== 6. main ===================================================================================
 
-enum { DT_IN_F32 = 0, DT_IN_BF16, TORCH_IN_F32, TORCH_IN_BF16, LLMC, CONTESTANTS };
+enum {
+    DT_IN_F32 = 0,
+    DT_IN_BF16,
+    TORCH_IN_F32,
+    TORCH_IN_BF16,
+    DT_ZERO1,
+    TORCH_ZERO1,
+    LLMC,
+    CONTESTANTS
+};
 
 typedef struct match {
     settings s;
@@ -473,18 +493,23 @@ static int is_measured(const match *m, const char *dtype) {
 }
 
 /* Starts a worker of this program for the match's workload. */
-static int worker_start(contestant *c, const match *m, const char *does, const char *dtype) {
+static int worker_start(
+    contestant *c, const match *m, const char *does, const char *dtype, int zero1) {
     char config[16];
-    const char *words[] = { "/proc/self/exe", "--worker", does, "--dtype", dtype, "--config",
-        config, m->s.quick ? "--quick" : NULL, NULL };
+    const char *words[10] = { "/proc/self/exe", "--worker", does, "--dtype", dtype, "--config",
+        config };
+    int n = 7;
+    if (m->s.quick) words[n++] = "--quick";
+    if (zero1) words[n++] = "--zero1";
     snprintf(config, sizeof config, "%.*s", (int)strcspn(m->work.name, "-"), m->work.name);
-    return contestant_start(c, "dt", words, NULL);
+    return contestant_start(c, zero1 ? "dt with ZeRO-1" : "dt", words, NULL);
 }
 
 static void start_dt(match *m, int who, const char *dtype) {
     contestant *c = &m->c[who];
     if (!is_measured(m, dtype)) return;
-    m->there[who] = worker_start(c, m, "train", dtype) && contestant_turn(c, WARM_UP);
+    m->there[who] =
+        worker_start(c, m, "train", dtype, who == DT_ZERO1) && contestant_turn(c, WARM_UP);
     c->n_ms = 0;
     c->processor = 0;
     if (m->there[who]) return;
@@ -500,6 +525,9 @@ static void start_torch(match *m, const torch *t, const train_files *data, const
             m->there[who] = contestant_best(&m->c[who],
                 m->s.variants ? m->s.variants : m->work.variants, bf16, torch_start, &job);
     }
+    if (m->there[DT_ZERO1])
+        m->there[TORCH_ZERO1] =
+            contestant_best(&m->c[TORCH_ZERO1], variants_of_zero1, 0, torch_start, &job);
 }
 
 static void start_llmc(match *m) {
@@ -571,7 +599,9 @@ static void print_summary(const match *m) {
         { "ratio_llmc_f32", f32 / rate_of(m, LLMC) }, { "product_rate_dt_gflops", ours },
         { "product_rate_openblas_gflops", theirs },
         { "product_rate_share_f32", 1e-9 * matrix_flop(m) * f32 / fmax(ours, theirs) },
-        { "rss_ratio_f32", rss_ratio(m, DT_IN_F32, TORCH_IN_F32) }, { "bf16_over_f32", bf16 / f32 },
+        { "rss_ratio_f32", rss_ratio(m, DT_IN_F32, TORCH_IN_F32) },
+        { "rss_ratio_zero1", rss_ratio(m, DT_ZERO1, TORCH_IN_F32) },
+        { "zero1_over_f32", rate_of(m, DT_ZERO1) / f32 }, { "bf16_over_f32", bf16 / f32 },
         { "ratio_pytorch_bf16", bf16 / rate_of(m, TORCH_IN_BF16) },
         { "rss_ratio_bf16", rss_ratio(m, DT_IN_BF16, TORCH_IN_BF16) },
         { "loss_difference_f32", loss_difference(m) } };
@@ -620,7 +650,7 @@ static void play(match *m) {
 /* Lets a worker write dt's initial weights, so that this process stays small. */
 static int make_weights(const match *m, const char *path) {
     contestant *c = (contestant *)malloc(sizeof *c);
-    int made = c && worker_start(c, m, path, "f32");
+    int made = c && worker_start(c, m, path, "f32", 0);
     if (made) contestant_step(c); /* returns when the worker ends, which makes no step */
     if (made && strcmp(c->error, "it ended without an error message") != 0)
         printf("# dt: %s\n", c->error);
@@ -636,6 +666,7 @@ static int run_match(match *m, const torch *t, const bench_blas *blas, const tra
     printf("# %s\n", m->work.name);
     start_dt(m, DT_IN_F32, "f32");
     start_dt(m, DT_IN_BF16, "bf16");
+    if (m->work.ranks > 1) start_dt(m, DT_ZERO1, "f32");
     if (t->version[0]) start_torch(m, t, data, weights);
     if (!m->s.quick && m->work.model.arch == GPT_GPT2) start_llmc(m);
     play(m);
@@ -651,6 +682,7 @@ static void print_result(const match *matches) {
         print_row(m, DT_IN_F32, "f32", TORCH_IN_F32);
         if (m->there[LLMC]) print_row(m, DT_IN_F32, "f32", LLMC);
         print_row(m, DT_IN_BF16, "bf16", TORCH_IN_BF16);
+        print_row(m, DT_ZERO1, "f32-zero1", TORCH_ZERO1);
     }
     for (int i = 0; i < CONFIGS; i++)
         if (matches[i].work.name) print_summary(&matches[i]);

@@ -44,9 +44,9 @@ grep -q '^# peer: PyTorch is not installed for no/such/python' "$dir/out" &&
     awk -F, '$3 <= 0 || $4 != "none" || $6 != "nan" { bad = 1 } END { exit bad || NR == 0 }' "$dir/rows"
 report $? "bench_attention without PyTorch says so and measures dt"
 figures="ratio_pytorch_f32 ratio_llmc_f32 product_rate_dt_gflops product_rate_openblas_gflops product_rate_share_f32 \
-rss_ratio_f32 bf16_over_f32 ratio_pytorch_bf16 rss_ratio_bf16 loss_difference_f32"
-bench bench_train "$train" 4 "$figures $(printf 'llama_%s ' $figures | xargs)" --quick
-awk -F, '$4 <= 0 || $9 < 1 || $9 > 1000 { bad = 1 } END { exit bad || NR != 4 }' "$dir/rows"
+rss_ratio_f32 rss_ratio_zero1 zero1_over_f32 bf16_over_f32 ratio_pytorch_bf16 rss_ratio_bf16 loss_difference_f32"
+bench bench_train "$train" 5 "$figures $(printf 'llama_%s ' $figures | xargs)" --quick
+awk -F, '$4 <= 0 || $9 < 1 || $9 > 1000 { bad = 1 } END { exit bad || NR != 5 }' "$dir/rows"
 report $? "bench_train: tokens a second, and a memory of some megabytes"
 timeout $((60 * SLOW)) "$B/bench_train" --quick --profile >"$dir/out" 2>&1
 awk -F, '/^matmul/ { n++; sum += $4 } /^(other|idle),/ { n++ } END { exit !(n == 5 && sum > 0 && sum <= 1) }' "$dir/out"

@@ -9,6 +9,8 @@
        test_memory N [SEED]       N configurations, drawn from SEED
        test_memory -- OPTIONS     one configuration
 
+   Also, arenas lend memory to gradients (test_lent_memory).
+
    Experts have a capacity here: without one, their memory depends on the routing.
    Each configuration runs in a process of its own, because train_gpt exits if it refuses one. */
 #define main train_main
@@ -345,6 +347,63 @@ static void test_schedules(void) {
     }
 }
 
+/* Four steps of a small GPT, of `micros` micro-batches; with `evaluates` a forward without gradients
+   comes between each backward and its update. */
+typedef struct lent_run {
+    int micros, evaluates;
+    double loss; /* of the last step */
+    dt_memory memory;
+} lent_run;
+
+static dt_status lent_main(dt_ctx *ctx, void *user) {
+    lent_run *run = (lent_run *)user;
+    gpt_config c = {
+        .layers = 4, .width = 32, .heads = 2, .kv_heads = 2, .ffn = 128, .seq = 64, .vocab = 64
+    };
+    int32_t ids[4 * 64];
+    dt_mesh mesh = dt_mesh_make(ctx, (dt_mesh_desc){ .dp = 1 });
+    gpt m = gpt_register(ctx, c);
+    dt_zero *zero = dt_zero_make(ctx, (dt_zero_desc){ .mesh = &mesh, .optimizer = DT_ADAMW });
+    for (int step = 0; step < 4; step++) {
+        for (int i = 0; i < run->micros + run->evaluates; i++) {
+            int evaluates = i == run->micros;
+            for (int k = 0; k < 4 * 64; k++) ids[k] = (k * k + 7 * i + step) % 64;
+            dt_no_grad(ctx, evaluates);
+            if (!evaluates) dt_micro(ctx, i, run->micros);
+            dt_tensor *id = dt_input(ctx, DT_I32, DT_SHAPE(4, 64), ids);
+            dt_tensor *loss = gpt_loss(&m, id, id, 4 * 64);
+            run->loss = evaluates ? run->loss : dt_item(loss);
+            if (!evaluates) dt_backward(loss);
+            dt_reset(ctx);
+        }
+        dt_no_grad(ctx, 0);
+        dt_zero_step(zero, 0.01);
+    }
+    run->memory = dt_memory_used(ctx);
+    dt_zero_free(zero);
+    return dt_error(ctx);
+}
+
+/* With one micro-batch a step, most gradients lie in memory of the blocks' arenas. The classes count
+   them as gradients, and a forward before the update leaves them alone. */
+static void test_lent_memory(void) {
+    lent_run plain = { .micros = 1 }, evaluated = { .micros = 1, .evaluates = 1 },
+             several = { .micros = 2 };
+    lent_run *const runs[] = { &plain, &evaluated, &several };
+    for (int i = 0; i < 3; i++)
+        CHECK(dt_run((dt_run_desc){ .ranks = 1 }, lent_main, runs[i]) == DT_OK);
+    CHECK(plain.loss == evaluated.loss);
+    /* with several micro-batches the arenas lend nothing, and are as large as with one */
+    const dt_memory *m = &plain.memory, *kept = &several.memory;
+    size_t lent = kept->live[DT_MEM_ACTS] - m->live[DT_MEM_ACTS], grads = m->live[DT_MEM_GRADS];
+    CHECK(kept->live[DT_MEM_GRADS] == grads);
+    CHECK_MSG(UNDER_ASAN || (lent <= grads && lent * 10 >= grads * 6),
+        "arenas lend %zu of %zu bytes of gradients", lent, grads);
+    CHECK(UNDER_ASAN || m->peak_total + lent <= m->peak[DT_MEM_ACTS] + m->peak[DT_MEM_GRADS] +
+                                                    m->peak[DT_MEM_OPTIM] + m->peak[DT_MEM_PARAMS] +
+                                                    m->peak[DT_MEM_HOST] + m->peak[DT_MEM_TEMP]);
+}
+
 int main(int argc, char **argv) {
     int n = argc > 1 ? atoi(argv[1]) : 20, verbose = getenv("VERBOSE") != NULL;
     setup c;
@@ -360,6 +419,7 @@ int main(int argc, char **argv) {
     }
     if (argc == 1) test_known();
     if (argc == 1) test_schedules();
+    test_lent_memory();
     for (int done = 0; done < n;) {
         draw_config(&c);
         done += check_config(&c);

@@ -4,9 +4,10 @@
     python3 torch_ddp.py --variant compile-fused-2x1 --data FILE... [--weights FILE] [--steps N]
 
 A variant is the words eager|compile, loop|foreach|fused (how AdamW runs), RxT (R processes of T threads; 1x2 has no data
-parallelism) and optionally bf16 (autocast), pure (with bf16: parameters, gradients and AdamW's moments in bf16, no
-autocast, no master weights), autotune (compile tries several matrix product kernels) and arena (glibc's allocator keeps
-freed memory), joined by '-'. All variants have the same batch: --batch sequences a step over all processes.
+parallelism) and optionally zero1 (ZeroRedundancyOptimizer: each rank updates its part of the parameters), bf16
+(autocast), pure (with bf16: parameters, gradients and AdamW's moments in bf16, no autocast, no master weights), autotune
+(compile tries several matrix product kernels) and arena (glibc's allocator keeps freed memory), joined by '-'. All
+variants have the same batch: --batch sequences a step over all processes.
 
 --arch gpt2 is GPT-2 with a tied head; --arch llama has RMSNorm, rotary embedding (rotated halves), SwiGLU and a head of
 its own, without biases.
@@ -41,7 +42,7 @@ def options():
     o.ranks, o.threads = next(tuple(map(int, w.split("x"))) for w in words if w[0].isdigit())
     o.compile, o.bf16, o.autotune = "compile" in words, "bf16" in words, "autotune" in words
     o.update = next((w for w in ("loop", "foreach", "fused") if w in words), "fused")
-    o.arena, o.pure = "arena" in words, "pure" in words
+    o.arena, o.pure, o.zero1 = "arena" in words, "pure" in words, "zero1" in words
     return o
 
 
@@ -178,7 +179,11 @@ def make_optimizer(model, o):
     how = {"foreach": {"foreach": True}, "fused": {"fused": True}, "loop": {"foreach": False}}[o.update]
     groups = [{"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
               {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=o.lr, betas=(0.9, 0.95), eps=1e-8, **how)
+    how.update(lr=o.lr, betas=(0.9, 0.95), eps=1e-8)
+    if o.zero1:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+        return ZeroRedundancyOptimizer(groups, optimizer_class=torch.optim.AdamW, **how)
+    return torch.optim.AdamW(groups, **how)
 
 
 def make_batches(rank, o):
@@ -204,10 +209,11 @@ def one_rank(rank, port, o):
         load_weights(model, o.weights, o)
     if o.pure:
         model.to(torch.bfloat16)
-    optimizer, parameters, batch = make_optimizer(model, o), list(model.parameters()), make_batches(rank, o)
     if o.ranks > 1:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         dist.init_process_group("gloo", rank=rank, world_size=o.ranks)
+    optimizer, parameters, batch = make_optimizer(model, o), list(model.parameters()), make_batches(rank, o)
+    if o.ranks > 1:
         model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True,
                                                           static_graph=not o.compile)
     if o.compile:
