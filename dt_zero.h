@@ -6,7 +6,7 @@
    that divides the data; optimizer state, gradients and parameters, replicated or sharded over the
    ranks (ZeRO, FSDP, HSDP); the optimizer update, with f32 master weights for 16-bit parameters;
    loss scaling; the learning rate; CPU and NVMe offload; checkpoints that can be loaded in any
-   layout.
+   layout. Sparse tables hold embeddings whose keys are too many for a tensor.
 
    DOES NOT: know the model, divide the loss (dt_count_labels returns the denominator), or reset the
    tape (dt_reset does).
@@ -64,26 +64,29 @@
         groups, gradient clipping, freezing, EMA of weights, outlier steps by z-score)
      3. Checkpoints (save, load, resharding, export of weights)
      4. Memory account (formulas of ZeRO for memory and traffic)
-     5. Implementation: learning rate
-     6. Buckets, groups and shards (HSDP shard groups and replicas, tied embeddings)
-     7. Comparing ranks (replicas that drift apart, learning rate of all ranks)
-     8. Gradient reduction (gradient bucket, gradient accumulation, 16-bit gradients, overlap of
+     5. Sparse tables (sparse table, embedding table, Adagrad, FTRL, lazy Adam, admission, snapshot)
+     6. Implementation: learning rate
+     7. Buckets, groups and shards (HSDP shard groups and replicas, tied embeddings)
+     8. Comparing ranks (replicas that drift apart, learning rate of all ranks)
+     9. Gradient reduction (gradient bucket, gradient accumulation, 16-bit gradients, overlap of
         communication and computation, binary tree over micro-batches)
-     9. ZeRO-3 (FSDP): gather and release of parameters
-    10. Gradient norm (gradient clipping, the rank that made a NaN)
-    11. Loss scaling (mixed precision, dynamic loss scale)
-    12. Optimizer update (mixed precision, master weights)
-    13. I/O thread (background I/O, a disk that does not answer)
-    14. Offload (CPU offload, NVMe offload)
-    15. 1-bit Adam (error feedback, gradient compression)
-    16. Muon (Newton-Schulz iteration, orthogonalized momentum)
-    17. Making, stepping, freeing (parameter groups, outlier steps, freezing, EMA of weights: code)
-    18. Memory account: code
-    19. Checkpoints: files (atomic commit: write, fsync, rename, fsync)
-    20. Checkpoints: contents (digests, list of tensors)
-    21. Checkpoints: saving (background save)
-    22. Checkpoints: opening, closing, export
-    23. Checkpoints: loading (resharding)
+    10. ZeRO-3 (FSDP): gather and release of parameters
+    11. Gradient norm (gradient clipping, the rank that made a NaN)
+    12. Loss scaling (mixed precision, dynamic loss scale)
+    13. Optimizer update (mixed precision, master weights)
+    14. I/O thread (background I/O, a disk that does not answer)
+    15. Offload (CPU offload, NVMe offload)
+    16. 1-bit Adam (error feedback, gradient compression)
+    17. Muon (Newton-Schulz iteration, orthogonalized momentum)
+    18. Making, stepping, freeing (parameter groups, outlier steps, freezing, EMA of weights: code)
+    19. Memory account: code
+    20. Checkpoints: files (atomic commit: write, fsync, rename, fsync)
+    21. Checkpoints: contents (digests, list of tensors)
+    22. Checkpoints: saving (background save)
+    23. Checkpoints: opening, closing, export
+    24. Checkpoints: loading (resharding)
+    25. Sparse tables: rows and updates (hash table, pull, push, row-wise Adagrad, time to live)
+    26. Sparse tables: snapshots (base, delta)
 
    CONTRACT
      Memory     The context owns the training state and frees it. dt_zero_make allocates parameters
@@ -97,8 +100,10 @@
                 stage 3 also the parameters of the current block and of the next block. 1-bit Adam
                 on N ranks adds error arrays: 4 + 4/N bytes per element. Muon has one state array
                 for matrices, 4 bytes per element instead of Adam's 8, and buffers during the update
-                (section 16). At stage 3 a parameter's `data` is NULL outside of the block that uses
+                (section 17). At stage 3 a parameter's `data` is NULL outside of the block that uses
                 the parameter: read the values with dt_read or dt_data.
+                A sparse table allocates rows as they are made and keeps them until dt_table_free
+                or dt_ctx_free; section 5 has its bytes per row, dt_table_info the exact ones.
      Types      f32, f64, bf16 and f16. Mixed precision: bf16 and f16 parameters have f32 gradients,
                 or 16-bit sums of them (dt_zero_desc.grad_dtype), and an f32 master weight in the
                 optimizer state. The update changes the master weight and rounds it to the
@@ -111,7 +116,7 @@
                 scale every rank skips the step; without one every rank fails (DT_ERR_NUMERIC). The
                 text names the rank that made the NaN, which tests its gradients before they are
                 summed.
-                Replicas (section 7): the following make every rank fail with DT_ERR_COMM. The
+                Replicas (section 8): the following make every rank fail with DT_ERR_COMM. The
                 traffic of the comparisons does not count in dt_comm_bytes.
                 - Registration: ranks that hold replicas register other parameters, another order,
                   other flags or another optimizer. dt_zero_make compares them.
@@ -215,7 +220,7 @@ enum { DT_MAX_SKIPS = 20 }; /* skipped steps in a row after which dt_zero_step f
 enum { DT_ADAMW = 0, DT_ADAM, DT_SGD, DT_ONEBIT_ADAM, DT_OPTIMIZER_CUSTOM, DT_MUON };
 /* Muon: the factor of the orthogonalized momentum of a (rows,columns) matrix. MATCH_RMS is 0.2
    sqrt(max(rows, columns)), with which Muon works at AdamW's learning rates and weight decay
-   (arXiv:2502.16982); ORIGINAL is sqrt(max(1, rows / columns)) (K. Jordan's Muon, section 16) */
+   (arXiv:2502.16982); ORIGINAL is sqrt(max(1, rows / columns)) (K. Jordan's Muon, section 17) */
 enum { DT_MUON_MATCH_RMS = 0, DT_MUON_ORIGINAL };
 
 /* Parameter group (param_groups of PyTorch): an optimizer for some of the parameters, with its own
@@ -258,11 +263,11 @@ typedef struct dt_zero_desc {
     /* HSDP: number of ranks in a shard group; 0 means all ranks of the data group. A shard group
        consists of consecutive ranks of the data group. Different shard groups hold replicas */
     int shard_group;
-    /* 1: stage 3 keeps gathered parameters until the update (section 9) */
+    /* 1: stage 3 keeps gathered parameters until the update (section 10) */
     int keep_gathered;
     const dt_mesh *mesh; /* dt_zero_make copies the mesh. NULL: all ranks are data parallel */
     /* DT_ADAMW (arXiv:1711.05101), DT_ADAM (L2 added to the gradient), DT_SGD, DT_ONEBIT_ADAM
-       (arXiv:2102.02888; section 15), DT_OPTIMIZER_CUSTOM, DT_MUON (section 16): parameters that
+       (arXiv:2102.02888; section 16), DT_OPTIMIZER_CUSTOM, DT_MUON (section 17): parameters that
        have 2 or more dimensions and are not marked no_decay by Muon, the others by AdamW. Muon is
        for the matrices of hidden layers: put embeddings and the output head into a group of
        DT_ADAMW, and mark biases of 2 dimensions no_decay. Not with offload */
@@ -281,7 +286,7 @@ typedef struct dt_zero_desc {
     double weight_decay;
     /* gradient clipping: scales gradients by min(1, clip / (norm + 1e-6)); 0: no clipping */
     double clip;
-    /* Placement of the optimizer state (section 14). NULL or "none": in the same memory as the
+    /* Placement of the optimizer state (section 15). NULL or "none": in the same memory as the
        parameters. "cpu" (CPU offload): in host memory, and the update runs on the CPU. Any other
        text names a folder (NVMe offload): the state is in a file in this folder */
     const char *offload_optim;
@@ -305,7 +310,7 @@ typedef struct dt_zero_desc {
     dt_dtype grad_dtype;
     /* maximum size of a bucket in bytes, unless one parameter is larger; 0 means 25 MiB */
     size_t bucket_bytes;
-    /* Comparisons of replicas (section 7): copies of parameters and of optimizer state that several
+    /* Comparisons of replicas (section 8): copies of parameters and of optimizer state that several
        ranks hold must be equal. n > 0 (0 means 100): before and after the first step, after each
        multiple of n, before checkpoints and exports, and before the update of the first step after
        a dt_write or dt_weights_load of a trained parameter on any rank. n < 0: before the first
@@ -317,7 +322,7 @@ typedef struct dt_zero_desc {
        0.04 % of the time of 100 steps with 1,024 tokens per rank, 0.1 % with 256. On a GPU the
        digest kernel runs on the device and copies at most 2 KiB to the host for each array */
     int compare_every;
-    /* 1: gradients are summed in a binary tree over micro-batches (section 8) */
+    /* 1: gradients are summed in a binary tree over micro-batches (section 9) */
     int tree;
     /* 1: no overlap of communication and computation: the backward waits for each bucket's
        reduction, and parameters are gathered when needed, not prefetched */
@@ -644,6 +649,184 @@ typedef struct dt_zero_bytes {
    argument is negative. */
 DT_API dt_zero_bytes dt_zero_formula(dt_zero_formula_desc desc);
 
+// ==== 5. Sparse tables ==========================================================================
+
+/* A sparse table (an embedding table of unbounded vocabulary) maps 64-bit keys to rows of `width`
+   numbers and their optimizer state. Every value is a valid key. Use it for categories that are too
+   many for a dense dt_embedding: a step touches only the rows of its own keys.
+
+       key --hash--> shard --> bucket of 5 keys --> row number --> values     (DT_MEM_PARAMS)
+                     (64 index shards,                             state      (DT_MEM_OPTIM)
+                      DT_MEM_HOST)                                 last push  (DT_MEM_HOST)
+
+   A row exists from the push that admits it. Before that it reads as its initial value, which is a
+   function of the context's seed, the table's name, the key and the column, computed by the
+   counter-based RNG: the model does not depend on which rank holds a key, and it starts from the
+   values of an embedding parameter (rows,width) with the table's name. A pull changes nothing.
+
+   Time is the program's own clock, for example its step number. It never runs backwards: a push or
+   a shrink with a smaller clock than the last one fails with DT_ERR_ARG. It begins at 0.
+
+   Rows lie in segments and the index in shards, each of which grows alone, so growth never needs
+   the memory of two tables. A row of w f32 numbers and s numbers of state takes 4 (w + s) + 8 bytes
+   (8 more if desc.threshold is set), and 16 to 20 bytes of index. With a CUDA kernel table the rows
+   stay in host memory, and all bytes count as DT_MEM_HOST.
+
+   Arithmetic: values, gradients and state have the table's type, bf16 tables f32 gradients and
+   state. All operations are in that type, in the order of the formulas below. */
+
+/* Optimizers of a table: SGD, Adagrad, row-wise Adagrad, lazy Adam, FTRL, custom. g is the sum of a
+   key's gradients in one push, w the row, t the number of pushes that have updated the row.
+
+       SGD                w -= lr g
+       ADAGRAD            a += g^2;  w -= lr (g / (sqrt(a) + eps))        (JMLR 12, 2011)
+       ROWWISE_ADAGRAD    a += mean of g^2, one number for a row;  w -= (lr / (sqrt(a) + eps)) g
+                          The mean adds columns c = 0, 4, 8, .. and likewise 1, 5, .. and 2, 6, ..
+                          and 3, 7, ..; then (s0 + s1) + (s2 + s3), divided by the width
+       ADAM (lazy)        m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;
+                          w -= lr ((m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps))
+       FTRL               s = (sqrt(n + g^2) - sqrt(n)) / lr;  z += g - s w;  n += g^2;
+                          w = |z| <= l1 ? 0 : -(z - sign(z) l1) / ((ftrl_beta + sqrt(n)) / lr + l2)
+                          (FTRL-Proximal, McMahan et al., KDD 2013); lr must be positive */
+enum {
+    DT_TABLE_SGD = 0,
+    DT_TABLE_ADAGRAD,
+    DT_TABLE_ROWWISE_ADAGRAD,
+    DT_TABLE_ADAM,
+    DT_TABLE_FTRL,
+    DT_TABLE_CUSTOM
+};
+
+/* One update of a custom optimizer. */
+typedef struct dt_table_update_args {
+    dt_ctx *ctx;
+    const char *table; /* its name */
+    uint64_t key;
+    int width;
+    void *row;        /* (width) f32 or f64; the f32 master row of a bf16 table */
+    const void *grad; /* (width) of row's type: the sum of the key's gradients */
+    void *state;      /* (dt_table_desc.states) of row's type, zero at first */
+    double lr;
+    int64_t clock;
+} dt_table_update_args;
+typedef dt_status (*dt_table_update_fn)(const dt_table_update_args *args, void *user);
+
+typedef struct dt_table_desc {
+    const char *name; /* names the table in errors and snapshots; part of the initial values */
+    int width;        /* numbers of a row, at most 65,536 */
+    dt_dtype dtype;   /* DT_F32, DT_F64, or DT_BF16: f32 master rows in the optimizer state */
+    dt_init init;     /* initial values. FTRL: DT_ZEROS, because its w is a function of z and n */
+    int optimizer;    /* DT_TABLE_* */
+    double beta1, beta2; /* Adam; 0 means 0.9 and 0.999 */
+    double eps;          /* Adagrad and Adam; 0 means 1e-8 */
+    /* first value of Adagrad's a and of FTRL's n */
+    double initial_accumulator;
+    double l1, l2, ftrl_beta; /* FTRL */
+    /* Admission (feature filter). admit_count n: a key gets a row at its n-th push; 0 means 1.
+       Until then only a count is kept. admit_probability p in (0,1): a key without a row gets it
+       with probability p at each push, decided by the counter-based RNG from (seed, name, key,
+       clock); nothing is kept before that; 0: not used. Gradients of a key that is not admitted
+       are dropped */
+    int admit_count;
+    double admit_probability;
+    /* Show/click statistics. threshold > 0: rows count shows and clicks (f32). dt_table_shrink
+       multiplies both by `decay` (0 means 1), then removes rows with
+       show_weight (shows - clicks) + click_weight clicks < threshold. Weights that are both 0 mean
+       1 and 1: shows alone */
+    double threshold, decay, show_weight, click_weight;
+    /* time to live: dt_table_shrink removes rows whose last push is more than ttl clocks ago; 0:
+       none */
+    int64_t ttl;
+    /* DT_TABLE_CUSTOM. The table's other rows and the table itself must not be used in it */
+    dt_table_update_fn update;
+    void *user;
+    int states; /* numbers of state of a row */
+    /* Spilling. memory_limit: bytes of rows in memory, with state and clocks; 0: no limit. When it
+       is reached, a push moves the rows whose last push is longest ago to a file without a name in
+       the folder `spill`: of each 256 rows that it passes, the oldest quarter. A push of such a row
+       brings it back; a pull reads it where it is. The index stays in memory. Results have the same
+       bits with any limit */
+    size_t memory_limit;
+    const char *spill;
+} dt_table_desc;
+
+typedef struct dt_table dt_table;
+/* [local] Makes an empty table. The context owns it. Returns NULL on failure: DT_ERR_ARG for a
+   setting that is out of range, DT_ERR_MEM. */
+DT_API dt_table *dt_table_make(dt_ctx *ctx, dt_table_desc desc);
+/* [local] Frees the table, which otherwise lives as long as the context. NULL is allowed. */
+DT_API void dt_table_free(dt_table *table);
+/* [local] Pull (embedding lookup): rows[i] = the row of keys[i], (n,width) of the table's type.
+   Keys may repeat. Makes no rows. */
+DT_API dt_status dt_table_pull(dt_table *table, const uint64_t *keys, size_t n, void *rows);
+
+typedef struct dt_table_push_desc {
+    double lr;
+    int64_t clock;
+    const float *shows;  /* (n), not negative; NULL: 1 for each entry of `keys` */
+    const float *clicks; /* (n), not negative; NULL: 0 */
+    int unique;          /* 1: no key repeats, so the search for repetitions is left out */
+} dt_table_push_desc;
+/* [local] Push: applies gradients (n,width), f32 or for an f64 table f64. Gradients of keys that
+   repeat are summed in the order of `keys`; then each key is updated once. A gradient sum, show or
+   click that is not finite fails with DT_ERR_NUMERIC before anything changes; the text names table,
+   key and column. n is at most 2^30. */
+DT_API dt_status dt_table_push(
+    dt_table *table, const uint64_t *keys, size_t n, const void *grads, dt_table_push_desc desc);
+/* [local] Removes old and rarely shown rows, as ttl and threshold say. With either, also forgets
+   the count of a key that is not admitted and was not pushed since the last dt_table_shrink.
+   Returns the number of removed rows; -1 on failure. */
+DT_API int64_t dt_table_shrink(dt_table *table, int64_t clock);
+/* [local] Writes the keys whose last push is at clock `since` or later, in no order, to `keys`
+   (capacity); INT64_MIN: all keys that have rows. Returns their number, which may be larger than
+   `capacity`; -1 on failure. Reads the clock of every row. */
+DT_API int64_t dt_table_changed(
+    const dt_table *table, int64_t since, uint64_t *keys, size_t capacity);
+
+typedef struct dt_table_stats {
+    int64_t rows;    /* rows that exist */
+    int64_t spilled; /* those of them that are in the spill file */
+    int64_t pending; /* keys that are counted but not admitted */
+    int64_t clock;   /* of the last push or shrink */
+    /* since dt_table_make: keys pulled, those of them that had rows; keys pushed, without
+       repetitions; those of them whose gradient was dropped; rows made and removed; spilled rows
+       that a push has brought back */
+    int64_t pulled, hits, pushed, rejected, created, removed, fetched;
+    size_t row_bytes, state_bytes, index_bytes, total_bytes; /* memory; total_bytes: with buffers */
+} dt_table_stats;
+/* [local] Returns the table's counts; zeros for NULL. */
+DT_API dt_table_stats dt_table_info(const dt_table *table);
+
+/* Snapshots of a table. DIR/step-CLOCK holds one file, table.bin, under the commit protocol of
+   checkpoints (section 3): complete or absent. A base has all rows with every bit of their state; a
+   delta has the rows pushed since the snapshot before it, and the keys removed since then. Loading
+   takes the newest intact chain base + delta + ... + delta: if a delta is damaged, the base and the
+   deltas before it. Numbers are in the machine's byte order. */
+/* [local] Saves a base, or with delta = 1 a delta to the last snapshot that this table has saved to
+   or loaded from `dir` (DT_ERR_ARG if there is none). Each table and each rank needs a folder of
+   its own; it is made if missing. DT_ERR_IO: a file operation failed, and earlier snapshots are
+   untouched; or the folder has a newer snapshot than this table has saved or loaded. */
+typedef struct dt_table_save_desc {
+    int delta;
+    int keep; /* number of newest bases to keep, with their deltas, when a base is saved; 0: all */
+} dt_table_save_desc;
+DT_API dt_status dt_table_save(dt_table *table, const char *dir, dt_table_save_desc desc);
+
+/* Says which keys a load keeps: 1 for a key that belongs to this rank. */
+typedef int (*dt_table_owns_fn)(uint64_t key, void *user);
+typedef struct dt_table_load_desc {
+    int64_t before; /* only snapshots with a clock less than this; 0: any */
+    int merge;      /* 1: adds to the rows that the table has, else replaces them */
+    /* NULL, or the keys to load: a job with another number of servers loads the folder of every old
+       server with merge = 1. The next snapshot must then be a base */
+    dt_table_owns_fn owns;
+    void *user;
+} dt_table_load_desc;
+/* [local] Loads the newest intact snapshot and the chain that it needs. Returns its clock. Returns
+   -1 if there is no intact snapshot, or on failure: DT_ERR_ARG if the snapshot is of another table,
+   width, type, optimizer or seed; DT_ERR_IO. */
+DT_API int64_t dt_table_load(dt_table *table, const char *dir, dt_table_load_desc desc);
+
 /* [local] Set the call site of the next operation and return the argument. Call sites: section 4 of
    dt_tensor.h. */
 DT_API dt_zero *dt_zero_here(dt_zero *zero, const char *file, int line);
@@ -675,6 +858,7 @@ DT_API dt_checkpoint *dt_checkpoint_here(dt_checkpoint *checkpoint, const char *
 
 DT__CPP_WARNINGS_OFF
 
+#include <float.h>
 #include <limits.h>
 #include <sys/resource.h>
 
@@ -684,7 +868,7 @@ DT__COLD_BEGIN
 extern "C" {
 #endif
 
-// ==== 5. Implementation: learning rate ==========================================================
+// ==== 6. Implementation: learning rate ==========================================================
 
 /* Returns the last step at the peak learning rate. */
 static int64_t dt__lr_decay_start(dt_lr_desc d) { /* requires 0 <= warmup < steps */
@@ -707,9 +891,9 @@ double dt_lr(dt_lr_desc d, int64_t step) {
     return lowest + left * (d.peak - lowest);
 }
 
-// ==== 6. Buckets, groups and shards =============================================================
+// ==== 7. Buckets, groups and shards =============================================================
 
-/* Files and the I/O thread (section 13). One operation on a file: `file` and `to` are indices of
+/* Files and the I/O thread (section 14). One operation on a file: `file` and `to` are indices of
    dt__files. */
 typedef struct dt__file_op {
     int kind, file, to; /* kind: DT__OP_READ to DT__OP_KEEP */
@@ -780,7 +964,7 @@ enum {
     DT__COMPARE_PP,
     DT__COMPARE_COPIES,
     DT__COMPARE_TIED
-}; /* for section 7 */
+}; /* for section 8 */
 
 /* A parameter group. */
 typedef struct dt__param_group {
@@ -826,7 +1010,7 @@ typedef struct dt__zero_bucket {
     size_t error_bytes[2];
 } dt__zero_bucket;
 
-/* How and when ranks sum a gradient (section 8). */
+/* How and when ranks sum a gradient (section 9). */
 typedef struct dt__grad_sum {
     /* starts to sum a bucket's gradient, (padded) elements, over ranks */
     dt_status (*reduce)(dt_zero *zero, dt__zero_bucket *z, void *full);
@@ -926,7 +1110,7 @@ struct dt_zero {
     double skipped_scales[DT_MAX_SKIPS]; /* loss scales of the skipped steps */
 };
 
-/* 1-bit Adam (section 15). */
+/* 1-bit Adam (section 16). */
 static int dt__onebit_frozen(const dt_zero *zero);
 static dt_status dt__onebit_check(dt_ctx *ctx, const dt_zero_desc *d);
 static dt_status dt__onebit_make(dt_zero *zero);
@@ -935,7 +1119,7 @@ static dt_status dt__onebit_square_sums(dt_zero *zero);
 static int dt__onebit_at_fault(dt_zero *zero, const dt_bucket *bucket, size_t piece_index);
 static dt_status dt__onebit_momentum(dt_zero *zero, dt__zero_bucket *z, double grad_scale);
 
-/* Muon (section 16). */
+/* Muon (section 17). */
 static dt_status dt__muon_check(dt_ctx *ctx, const dt_zero_desc *d, const dt_param_group *g);
 static dt_status dt__muon_make(dt_zero *zero);
 static void dt__muon_free(dt_zero *zero);
@@ -1097,7 +1281,7 @@ static dt_status dt__zero_groups_make(dt_zero *zero) {
     return dt_error(zero->ctx);
 }
 
-/* Dry runs and offload (section 14). */
+/* Dry runs and offload (section 15). */
 static int dt__is_dry_run(const dt_zero *zero) { return zero->ctx->kernels.alloc == dt__dry_alloc; }
 static int dt__on_disk(const char *target);
 static int dt__in_host(const char *target);
@@ -1282,7 +1466,7 @@ static dt_status dt__zero_check_params(dt_zero *zero) {
     return DT_OK;
 }
 
-// ==== 7. Comparing ranks ========================================================================
+// ==== 8. Comparing ranks ========================================================================
 
 /* Ranks compare:
 
@@ -1961,7 +2145,7 @@ static dt_status dt__step_agree(dt_zero *zero, double *bad) {
     return equal ? DT_OK : dt__step_common_fail(zero, &mine);
 }
 
-// ==== 8. Gradient reduction =====================================================================
+// ==== 9. Gradient reduction =====================================================================
 
 /* A gradient's path through a step. A bucket's gradient is in one state at any time; the functions
    on the arrows are here or in dt_tensor.h, and dt__grad_enter checks every change:
@@ -1984,7 +2168,7 @@ static dt_status dt__step_agree(dt_zero *zero, double *bad) {
                                  | dt__grads_finish          last micro-batch: replicas, placements
                                REDUCED
                                  | dt__grads_sum_tied        pipeline stages that share it
-                               FINAL       norm (section 10), update (section 12), parameters
+                               FINAL       norm (section 11), update (section 13), parameters
                                  | dt_clear_grads            gathered; then EMPTY again
 
    It has three places: the ops write to micro_grad, a buffer or `grad` itself; `grad` holds the
@@ -2337,7 +2521,7 @@ static dt_status dt__tree_add(dt_zero *zero, dt__zero_bucket *z) {
     return dt__grad_enter(zero->ctx, bucket, DT_GRAD_ACCUMULATED);
 }
 
-// ==== 9. ZeRO-3 (FSDP): gather and release of parameters ========================================
+// ==== 10. ZeRO-3 (FSDP): gather and release of parameters =======================================
 
 /* ZeRO-3, Fully Sharded Data Parallel (FSDP, Y. Zhao et al., arXiv:2304.11277). Each rank keeps one
    shard of each bucket. The first op of a block that reads a parameter gathers the parameter's
@@ -2508,7 +2692,7 @@ static void dt__zero_on_reset(dt_ctx *ctx, void *user) {
     if (!zero->desc.keep_gathered) dt__zero_free_held(zero, 0);
 }
 
-// ==== 10. Gradient norm =========================================================================
+// ==== 11. Gradient norm =========================================================================
 
 /* Returns 1 if a call of dt__norm_local_sums with this value of on_disk includes the bucket: calls
    with 0 sum the squares of gradients in memory, in the step; calls with 1 sum those of gradients
@@ -2708,7 +2892,7 @@ static dt_status dt__own_grad_check(dt_zero *zero, const dt__zero_bucket *z, con
 }
 
 /* Sets *bad to the first bad element in this rank's shard of the summed gradients, or in this
-   rank's own gradients if they are not summed (section 15). */
+   rank's own gradients if they are not summed (section 16). */
 static dt_status dt__bad_grad_find_local(dt_zero *zero, dt__bad_grad *bad) {
     double copy[DT_PIECE];
     for (int u = 0; u < zero->n_buckets && bad->rank < 0; u++) {
@@ -2805,7 +2989,7 @@ static dt_status dt__bad_grad_fail(dt_zero *zero, const dt__bad_grad *bad, doubl
         (long long)zero->step + 1, norm, dt__bad_grad_text(zero, bad).s);
 }
 
-// ==== 11. Loss scaling ==========================================================================
+// ==== 12. Loss scaling ==========================================================================
 
 static void dt__scale_set(dt_zero *zero, double scale) {
     zero->loss_scale = scale;
@@ -2877,7 +3061,7 @@ static dt_status dt__scale_skip(dt_zero *zero, const dt__bad_grad *bad) {
         (long long)zero->step + 1, (int)DT_MAX_SKIPS, history.s, dt__bad_grad_text(zero, bad).s);
 }
 
-// ==== 12. Optimizer update ======================================================================
+// ==== 13. Optimizer update ======================================================================
 
 /* Consecutive elements of this rank's shard of a bucket. Each array begins at the first of these
    elements. */
@@ -3165,7 +3349,7 @@ static dt_status dt__zero_update_all(dt_zero *zero, double grad_scale) {
     return dt_error(zero->ctx);
 }
 
-// ==== 13. I/O thread ============================================================================
+// ==== 14. I/O thread ============================================================================
 
 /* I/O thread. A rank has at most one, which offload to a folder and background saves share.
    Requests wait in one queue; those of offload go first, because a step waits for them:
@@ -3497,7 +3681,7 @@ static void dt__io_leave(dt_ctx *ctx, dt__io_thread **at) {
     dt_free(ctx, DT_MEM_HOST, t, sizeof *t);
 }
 
-// ==== 14. Offload ===============================================================================
+// ==== 15. Offload ===============================================================================
 
 /* CPU offload and NVMe offload ("ZeRO-Infinity", S. Rajbhandari et al., arXiv:2104.07857):
    optimizer state, and at stage 3 the parameters, are in host memory or in a file. The update runs
@@ -3509,7 +3693,7 @@ static void dt__io_leave(dt_ctx *ctx, dt__io_thread **at) {
        update              chunk 0   chunk 1   chunk 2   chunk 3
        write                         chunk 0   chunk 1   chunk 2   chunk 3
 
-   The rank's I/O thread (section 13) reads and writes the file.
+   The rank's I/O thread (section 14) reads and writes the file.
 
    The file has two slots, each for all arrays of this rank that are on disk, except gradients. A
    step reads a bucket's arrays from one slot and writes them to the other slot. The slots of the
@@ -3952,7 +4136,7 @@ static dt_status dt__offload_update(dt_zero *zero, double grad_scale) {
     return DT_OK;
 }
 
-// ==== 15. 1-bit Adam ============================================================================
+// ==== 16. 1-bit Adam ============================================================================
 
 /* 1-bit Adam (H. Tang et al., arXiv:2102.02888). The first freeze_steps steps are Adam without bias
    correction. After these steps the second moment v is frozen, and the N ranks exchange the signs
@@ -4144,7 +4328,7 @@ static dt_status dt__onebit_momentum(dt_zero *zero, dt__zero_bucket *z, double g
     return DT_OK;
 }
 
-// ==== 16. Muon ==================================================================================
+// ==== 17. Muon ==================================================================================
 
 /* Muon (K. Jordan et al., https://kellerjordan.github.io/posts/muon/; distributed as in J. Liu et
    al., "Muon is Scalable for LLM Training", arXiv:2502.16982). The update of a matrix is its
@@ -4754,7 +4938,7 @@ static void dt__muon_free(dt_zero *zero) {
     zero->muon = NULL;
 }
 
-// ==== 17. Making, stepping, freeing =============================================================
+// ==== 18. Making, stepping, freeing =============================================================
 
 /* ---- parameter groups ---- */
 
@@ -5574,7 +5758,7 @@ size_t dt_zero_state_bytes(const dt_zero *zero) {
     return bytes;
 }
 
-// ==== 18. Memory account: code ==================================================================
+// ==== 19. Memory account: code ==================================================================
 
 dt_zero_bytes dt_zero_formula(dt_zero_formula_desc d) {
     dt_zero_bytes none = { .params = NAN, .grads = NAN, .optim = NAN, .total = NAN, .sent = NAN },
@@ -5596,7 +5780,7 @@ dt_zero_bytes dt_zero_formula(dt_zero_formula_desc d) {
     return b;
 }
 
-// ==== 19. Checkpoints: files ====================================================================
+// ==== 20. Checkpoints: files ====================================================================
 
 /* Atomic commit of a checkpoint (section 3 shows the steps): all ranks write, sync and close their
    files in dt__save_start; when every rank has done so, rank 0 does the rest in dt__save_commit. A
@@ -5605,7 +5789,8 @@ dt_zero_bytes dt_zero_formula(dt_zero_formula_desc d) {
 enum { DT__CKPT_COPY = 4 << 20, DT__CKPT_CHUNK = 1 << 20 };
 enum { DT__SAVE_IDLE = 0, DT__SAVE_WRITING, DT__SAVE_COMMITTING };
 static const char *const dt__ckpt_names[] = { "model.safetensors", "optim.safetensors",
-    "config.json", "manifest.json" }; /* DT__MODEL to DT__MANIFEST */
+    "config.json", "manifest.json" };             /* DT__MODEL to DT__MANIFEST */
+static const char dt__table_file[] = "table.bin"; /* the only file of a table's snapshot */
 
 /* Copies a folder's path without the slashes at its end to `out`, of DT__PATH_BYTES bytes. */
 static dt_status dt__copy_dir(dt_ctx *ctx, const char *func, char *out, const char *dir) {
@@ -5709,8 +5894,8 @@ int64_t dt_checkpoint_newest(const dt_io *io, const char *dir, char *name, size_
    looks complete. Other files in the checkpoint's folder stay. */
 static int dt__ckpt_remove(const dt_io *io, const char *folder) {
     const char *const names[] = { dt__ckpt_names[DT__MANIFEST], dt__ckpt_names[DT__CONFIG],
-        dt__ckpt_names[DT__MODEL], dt__ckpt_names[DT__OPTIM] };
-    return io->remove_folder(io->user, folder, names, 4);
+        dt__ckpt_names[DT__MODEL], dt__ckpt_names[DT__OPTIM], dt__table_file };
+    return io->remove_folder(io->user, folder, names, 5);
 }
 
 /* Removes a folder of DIR that a killed job has left: exactly of the form step-200.1a2b3c.tmp. */
@@ -5745,7 +5930,7 @@ static void dt__ckpt_remove_old(const dt_io *io, const char *newest, int64_t kee
     }
 }
 
-// ==== 20. Checkpoints: contents =================================================================
+// ==== 21. Checkpoints: contents =================================================================
 
 /* The elements of each tensor that this rank has written to one of the two safetensors files, or
    has read to check the file. A digest is a sum over elements, so the sum of all ranks' digests
@@ -6016,7 +6201,7 @@ static dt_status dt__list_make(dt_checkpoint *c) {
     return dt_error(ctx);
 }
 
-// ==== 21. Checkpoints: saving ===================================================================
+// ==== 22. Checkpoints: saving ===================================================================
 
 static void dt__save_add_op(
     dt_checkpoint *c, int kind, int file, void *data, int64_t bytes, int64_t offset) {
@@ -6621,7 +6806,7 @@ static dt_status dt__save_wait(dt_checkpoint *c) {
     return dt_error(c->ctx);
 }
 
-// ==== 22. Checkpoints: opening, closing, export =================================================
+// ==== 23. Checkpoints: opening, closing, export =================================================
 
 /* On rank 0: creates the folder DIR if it is missing, locks it, and removes .tmp folders that
    killed jobs have left in it. */
@@ -6797,7 +6982,7 @@ static dt_status dt__checkpoint_close(dt_checkpoint *c) {
 
 DT__DEFINE_AT_SITE(dt_status, checkpoint_close, c ? c->ctx : NULL, (dt_checkpoint * c), c)
 
-// ==== 23. Checkpoints: loading ==================================================================
+// ==== 24. Checkpoints: loading ==================================================================
 
 /* A checkpoint that is being examined. The checks run in a separate context, `probe`, so that a
    damaged checkpoint does not fail the rank's own context. */
@@ -7411,6 +7596,1558 @@ static int64_t dt__checkpoint_load(dt_checkpoint *c, const char *from) {
 
 DT__DEFINE_AT_SITE(
     int64_t, checkpoint_load, c ? c->ctx : NULL, (dt_checkpoint * c, const char *from), c, from)
+
+// ==== 25. Sparse tables: rows and updates =======================================================
+
+/* The index is a hash table of buckets of one cache line: a lookup of a key that exists usually
+   reads one line of the index, then the row.
+
+       bucket:  key key key key key   row row row row row   passed        64 bytes
+
+   A key's home is a bucket of its shard. If the bucket is full, the key goes to the next one, and
+   `passed` of the full bucket counts it. So a search ends at the first bucket that no key has
+   passed, and removing a key needs no tombstone (the overflow counts of Folly's F14). A shard has
+   at most 4 keys per bucket on average; it then grows by a quarter.
+
+   The lookups of a batch are independent, so the code works on three keys at a time, DT__AHEAD keys
+   apart: it requests the bucket of the first, searches that of the second and requests its row, and
+   copies or updates the third. Otherwise each key would wait for two or more cache misses. */
+
+enum { DT__TABLE_SLOTS = 5, DT__TABLE_SHARDS = 64, DT__AHEAD = 16, DT__AHEAD_RING = 64 };
+/* A slot's `row` is a row number; or for a spilled row DT__TABLE_SPILLED plus the number of its
+   record; or for a key that is not admitted DT__TABLE_PENDING, two flags and the number of its
+   pushes; or DT__TABLE_EMPTY. */
+#define DT__TABLE_EMPTY 0xffffffffu
+#define DT__TABLE_PENDING 0x80000000u
+#define DT__TABLE_TOUCHED 0x40000000u /* pushed since the last shrink */
+#define DT__TABLE_CHANGED 0x20000000u /* changed since the last snapshot */
+#define DT__TABLE_COUNT 0x1fffffffu
+#define DT__TABLE_SPILLED 0x40000000u
+#define DT__TABLE_MAX_CLOCK 1000000000000000 /* 15 digits in the name of a snapshot */
+
+typedef struct dt__table_bucket {
+    uint64_t key[DT__TABLE_SLOTS];
+    uint32_t row[DT__TABLE_SLOTS], passed;
+} dt__table_bucket;
+
+typedef struct dt__table_shard {
+    dt__table_bucket *buckets; /* (count) */
+    uint32_t count, used;      /* used: slots that are not empty */
+} dt__table_shard;
+
+typedef struct dt__table_segment { /* 1 << segment_shift rows */
+    char *values, *state;
+    char *notes; /* of each row: clock of the last push (int64_t); then shows, clicks (float) */
+} dt__table_segment;
+
+typedef struct dt__table_batch { /* buffers of a push, for `capacity` keys */
+    size_t capacity, slots, sum_capacity;
+    uint32_t *slot;        /* (slots) hash table of the batch: number of a distinct key */
+    uint32_t *first, *sum; /* of each distinct key: its first entry; its row of sums, or EMPTY */
+    float *stats;          /* of each distinct key: shows, clicks */
+    char *sums;            /* (sum_capacity) rows: gradient sums of keys that repeat */
+} dt__table_batch;
+
+struct dt_table {
+    dt_ctx *ctx;
+    dt_table_desc desc; /* with defaults filled in; desc.name is a copy */
+    dt_listener listener;
+    const dt_kernels *kernels; /* of the CPU */
+    dt_mem row_mem, state_mem; /* classes of the rows and of the state */
+    uint64_t key;              /* RNG key of the initial values; key + 1: of the admission */
+    dt_dtype compute;          /* type of gradients and state */
+    size_t row_bytes, grad_bytes, state_bytes, note_bytes, master_bytes;
+    dt__table_shard shards[DT__TABLE_SHARDS];
+    dt__table_segment *segments;
+    int n_segments, segment_capacity, segment_shift;
+    /* rows from next_row on were never used; list of the n_free removed rows */
+    uint32_t next_row, free_row, n_free;
+    /* spilling: most segments (0: no limit); rows that are made free for a part of a push; the
+       index shard and bucket at which the search for old rows goes on; the file, free records */
+    int max_segments, reserve, hand_shard, spill_fd;
+    uint32_t hand_bucket, next_record;
+    uint32_t *free_records;
+    int n_free_records, free_record_capacity;
+    char *record; /* of the spill file: the row's notes, values and state */
+    size_t record_bytes;
+    dt__table_batch batch;
+    dt_table_stats stats;
+    /* snapshots */
+    int64_t shrinks;   /* number of shrinks that decayed the statistics */
+    uint64_t *removed; /* (n_removed) keys removed since the last snapshot */
+    int n_removed, removed_capacity;
+    dt__ckpt_id saved, newest_known; /* last snapshot saved or loaded; step -1: none */
+    int64_t saved_clock;
+    char dir[DT__PATH_BYTES]; /* folder of `saved` */
+};
+
+/* ---- memory ---- */
+
+static dt_status dt__table_usable(const dt_table *t) { return t ? dt_error(t->ctx) : DT_ERR_ARG; }
+
+/* Allocates zeroed memory. The system gives large pieces zeroed pages; memset makes sure. */
+static char *dt__table_alloc(dt_table *t, dt_mem mem, size_t bytes) {
+    char *p = (char *)dt_alloc(t->ctx, mem, bytes, t->desc.name);
+    if (p) memset(p, 0, bytes);
+    return p;
+}
+
+static int64_t *dt__table_clock(const dt_table *t, uint32_t row) {
+    return (int64_t *)(void *)(t->segments[row >> t->segment_shift].notes +
+                               (row & ((1u << t->segment_shift) - 1)) * t->note_bytes);
+}
+
+static float *dt__table_shows(const dt_table *t, uint32_t row) {
+    return (float *)(void *)(dt__table_clock(t, row) + 1);
+}
+
+static char *dt__table_values(const dt_table *t, uint32_t row) {
+    return t->segments[row >> t->segment_shift].values +
+           (row & ((1u << t->segment_shift) - 1)) * t->row_bytes;
+}
+
+static char *dt__table_state(const dt_table *t, uint32_t row) {
+    return t->segments[row >> t->segment_shift].state +
+           (row & ((1u << t->segment_shift) - 1)) * t->state_bytes;
+}
+
+static dt_status dt__table_add_segment(dt_table *t) {
+    size_t rows = (size_t)1 << t->segment_shift;
+    dt__table_segment *grown = (dt__table_segment *)dt__grow(t->ctx, t->segments, t->n_segments,
+        &t->segment_capacity, sizeof *t->segments, t->desc.name);
+    if (!grown) return dt_error(t->ctx);
+    t->segments = grown;
+    dt__table_segment *s = &grown[t->n_segments];
+    s->values = dt__table_alloc(t, t->row_mem, rows * t->row_bytes);
+    s->state = dt__table_alloc(t, t->state_mem, rows * t->state_bytes);
+    s->notes = dt__table_alloc(t, DT_MEM_HOST, rows * t->note_bytes);
+    t->n_segments++; /* also after a failure, so that dt__table_clear frees what there is */
+    return dt_error(t->ctx);
+}
+
+/* Removes all rows and counts, and frees their memory. */
+static void dt__table_clear(dt_table *t) {
+    size_t rows = (size_t)1 << t->segment_shift;
+    for (int i = 0; i < t->n_segments; i++) {
+        dt_free(t->ctx, t->row_mem, t->segments[i].values, rows * t->row_bytes);
+        dt_free(t->ctx, t->state_mem, t->segments[i].state, rows * t->state_bytes);
+        dt_free(t->ctx, DT_MEM_HOST, t->segments[i].notes, rows * t->note_bytes);
+    }
+    for (int i = 0; i < DT__TABLE_SHARDS; i++)
+        dt_free(t->ctx, DT_MEM_HOST, t->shards[i].buckets,
+            t->shards[i].count * sizeof *t->shards[i].buckets);
+    memset(t->shards, 0, sizeof t->shards);
+    t->n_segments = 0;
+    t->next_row = 0;
+    t->free_row = DT__TABLE_EMPTY;
+    t->n_free = t->next_record = 0;
+    t->n_free_records = 0;
+    t->stats.rows = t->stats.pending = t->stats.spilled = 0;
+    t->n_removed = 0;
+}
+
+/* ---- index ---- */
+
+DT__INLINE uint64_t dt__table_hash(uint64_t key) {
+    key ^= key >> 32;
+    key *= 0xd6e8feb86659fd93u;
+    key ^= key >> 32;
+    key *= 0xd6e8feb86659fd93u;
+    return key ^ key >> 32;
+}
+
+/* The home of a hash in its shard: the low 32 bits, scaled to the number of buckets. */
+DT__INLINE uint32_t dt__table_home(const dt__table_shard *s, uint64_t hash) {
+    return (uint32_t)((hash & 0xffffffffu) * s->count >> 32);
+}
+
+DT__INLINE uint32_t dt__table_next(const dt__table_shard *s, uint32_t at) {
+    return at + 1 == s->count ? 0 : at + 1;
+}
+
+DT__INLINE int dt__table_slot(const dt__table_bucket *b, uint64_t key) {
+    unsigned match = 0;
+    for (unsigned i = 0; i < DT__TABLE_SLOTS; i++)
+        match |= (unsigned)((b->key[i] == key) & (b->row[i] != DT__TABLE_EMPTY)) << i;
+    return match ? __builtin_ctz(match) : -1;
+}
+
+/* Returns the key's slot in the index, or NULL. */
+DT__INLINE uint32_t *dt__table_find(const dt_table *t, uint64_t key, uint64_t hash) {
+    const dt__table_shard *s = &t->shards[hash >> 58];
+    uint32_t at = dt__table_home(s, hash);
+    for (uint32_t n = 0; n < s->count; n++, at = dt__table_next(s, at)) {
+        int i = dt__table_slot(&s->buckets[at], key);
+        if (i >= 0) return &s->buckets[at].row[i];
+        if (s->buckets[at].passed == 0) return NULL;
+    }
+    return NULL;
+}
+
+/* Puts a key that is not in the shard into a bucket that is not full. */
+static uint32_t *dt__table_put(dt__table_shard *s, uint64_t key, uint64_t hash, uint32_t row) {
+    for (uint32_t at = dt__table_home(s, hash);; at = dt__table_next(s, at)) {
+        dt__table_bucket *b = &s->buckets[at];
+        for (int i = 0; i < DT__TABLE_SLOTS; i++)
+            if (b->row[i] == DT__TABLE_EMPTY) {
+                b->key[i] = key;
+                b->row[i] = row;
+                s->used++;
+                return &b->row[i];
+            }
+        b->passed++;
+    }
+}
+
+/* Adds a key that is not in the index. Returns its slot, or NULL on failure. */
+static uint32_t *dt__table_insert(dt_table *t, uint64_t key, uint64_t hash, uint32_t row) {
+    dt__table_shard *s = &t->shards[hash >> 58], old = *s;
+    if (s->used < (uint64_t)s->count * (DT__TABLE_SLOTS - 1))
+        return dt__table_put(s, key, hash, row);
+    uint32_t count = s->count + s->count / 4 + 1;
+    size_t bytes = count * sizeof *s->buckets;
+    s->buckets = (dt__table_bucket *)dt_alloc(t->ctx, DT_MEM_HOST, bytes, t->desc.name);
+    if (!s->buckets) return *s = old, (uint32_t *)NULL;
+    s->count = count;
+    s->used = 0;
+    for (uint32_t at = 0; at < count; at++) {
+        memset(s->buckets[at].row, 0xff, sizeof s->buckets[at].row); /* DT__TABLE_EMPTY */
+        s->buckets[at].passed = 0;
+    }
+    for (uint32_t at = 0; at < old.count; at++)
+        for (int i = 0; i < DT__TABLE_SLOTS; i++) {
+            const dt__table_bucket *b = &old.buckets[at];
+            if (b->row[i] != DT__TABLE_EMPTY)
+                dt__table_put(s, b->key[i], dt__table_hash(b->key[i]), b->row[i]);
+        }
+    dt_free(t->ctx, DT_MEM_HOST, old.buckets, old.count * sizeof *old.buckets);
+    return dt__table_put(s, key, hash, row);
+}
+
+/* ---- spilling ---- */
+
+/* Frees the memory or the record of a row. */
+static dt_status dt__table_release(dt_table *t, uint32_t row) {
+    if (row < DT__TABLE_SPILLED) {
+        *dt__table_clock(t, row) = t->free_row;
+        t->free_row = row;
+        t->n_free++;
+        return DT_OK;
+    }
+    uint32_t *grown = (uint32_t *)dt__grow(t->ctx, t->free_records, t->n_free_records,
+        &t->free_record_capacity, sizeof *grown, t->desc.name);
+    if (!grown) return dt_error(t->ctx);
+    t->free_records = grown;
+    grown[t->n_free_records++] = row - DT__TABLE_SPILLED;
+    t->stats.spilled--;
+    return DT_OK;
+}
+
+/* Reads or writes the first bytes of the record of a spilled row, in t->record. */
+static dt_status dt__table_transfer(dt_table *t, uint32_t row, int writing, size_t bytes) {
+    int end = 0;
+    int64_t at = (int64_t)(row - DT__TABLE_SPILLED) * (int64_t)t->record_bytes, n = (int64_t)bytes;
+    if (dt__io_transfer(&t->ctx->io, t->spill_fd, writing, t->record, n, at, &end) == n)
+        return DT_OK;
+    if (end) errno = writing ? ENOSPC : DT__SHORTER;
+    return dt__io_fail(t->ctx, "table '%s': %s %s", dt__printable_name(t->desc.name).s,
+        writing ? "spilling rows to" : "reading rows from", t->desc.spill);
+}
+
+/* Returns the notes of a row. Those of a spilled row are in t->record, with values and state after
+   them. NULL on failure. */
+static char *dt__table_notes(dt_table *t, uint32_t row) {
+    if (row < DT__TABLE_SPILLED) return (char *)dt__table_clock(t, row);
+    return dt__table_transfer(t, row, 0, t->record_bytes) == DT_OK ? t->record : NULL;
+}
+
+/* Moves the row of a slot to the spill file. */
+static dt_status dt__table_spill(dt_table *t, uint32_t *slot) {
+    char *p = t->record;
+    if (t->n_free_records == 0 && t->next_record == DT__TABLE_SPILLED)
+        return dt_fail(t->ctx, DT_ERR_UNSUPPORTED, "table '%s': at most %u spilled rows",
+            dt__printable_name(t->desc.name).s, DT__TABLE_SPILLED);
+    uint32_t number =
+        t->n_free_records > 0 ? t->free_records[--t->n_free_records] : t->next_record++;
+    memcpy(p, dt__table_clock(t, *slot), t->note_bytes);
+    memcpy(p += t->note_bytes, dt__table_values(t, *slot), t->row_bytes);
+    if (t->state_bytes > 0) memcpy(p + t->row_bytes, dt__table_state(t, *slot), t->state_bytes);
+    number += DT__TABLE_SPILLED;
+    if (dt__table_transfer(t, number, 1, t->record_bytes) != DT_OK) return dt_error(t->ctx);
+    dt__table_release(t, *slot); /* a row in memory: cannot fail */
+    *slot = number;
+    t->stats.spilled++;
+    return DT_OK;
+}
+
+/* Spills the oldest quarter of the next rows in memory after the hand. */
+static dt_status dt__table_spill_some(dt_table *t) {
+    enum { SAMPLE = 256 };
+    uint32_t *found[SAMPLE];
+    int64_t clock[SAMPLE];
+    int n = 0;
+    for (int shards = 0; n < SAMPLE && shards < DT__TABLE_SHARDS; t->hand_bucket++) {
+        const dt__table_shard *s = &t->shards[t->hand_shard];
+        if (t->hand_bucket >= s->count) {
+            t->hand_shard = (t->hand_shard + 1) % DT__TABLE_SHARDS;
+            t->hand_bucket = UINT32_MAX; /* the next one is 0 */
+            shards++;
+            continue;
+        }
+        for (int i = 0; i < DT__TABLE_SLOTS && n < SAMPLE; i++)
+            if (s->buckets[t->hand_bucket].row[i] < DT__TABLE_SPILLED)
+                found[n++] = &s->buckets[t->hand_bucket].row[i];
+    }
+    for (int i = 0; i < n; i++) __builtin_prefetch(dt__table_clock(t, *found[i]));
+    for (int i = 0; i < n; i++) clock[i] = *dt__table_clock(t, *found[i]);
+    for (int spilled = 0; spilled < (n + 3) / 4; spilled++) {
+        int oldest = spilled;
+        for (int i = spilled + 1; i < n; i++)
+            if (clock[i] < clock[oldest]) oldest = i;
+        uint32_t *slot = found[oldest];
+        found[oldest] = found[spilled];
+        clock[oldest] = clock[spilled];
+        if (dt__table_spill(t, slot) != DT_OK) return dt_error(t->ctx);
+    }
+    return DT_OK;
+}
+
+/* If the table has a limit, makes n rows free. */
+static dt_status dt__table_make_room(dt_table *t, uint32_t n) {
+    if (t->max_segments == 0) return DT_OK;
+    uint32_t most = (uint32_t)t->max_segments << t->segment_shift;
+    while (t->n_free + (most - t->next_row) < n)
+        if (dt__table_spill_some(t) != DT_OK) return dt_error(t->ctx);
+    return DT_OK;
+}
+
+/* Makes the file of spilled rows, and removes its name, so that it ends with the process. */
+static dt_status dt__table_spill_open(dt_table *t) {
+    const dt_io *io = &t->ctx->io;
+    char path[DT__PATH_BYTES];
+    for (int i = 0; t->spill_fd < 0 && i < 1000; i++) {
+        int length = snprintf(path, sizeof path, "%s/dt-rank-%d-table.%d.spill", t->desc.spill,
+            dt_ctx_rank(t->ctx), i);
+        if (dt__path_check(t->ctx, "dt_table_make", t->desc.spill, length) != DT_OK) break;
+        t->spill_fd = dt__open(io, path, DT_IO_PRIVATE);
+        if (t->spill_fd < 0 && errno != EEXIST) break;
+    }
+    if (dt_error(t->ctx) == DT_OK && (t->spill_fd < 0 || io->remove(io->user, path) != 0))
+        dt__io_fail(t->ctx, "dt_table_make: %s", path);
+    return dt_error(t->ctx);
+}
+
+/* Removes a key from the index, and its row. Notes the key for the next delta. */
+static dt_status dt__table_remove(dt_table *t, uint64_t key, uint32_t *slot) {
+    uint64_t hash = dt__table_hash(key);
+    dt__table_shard *s = &t->shards[hash >> 58];
+    if (t->saved.step >= 0) {
+        uint64_t *grown = (uint64_t *)dt__grow(
+            t->ctx, t->removed, t->n_removed, &t->removed_capacity, sizeof *grown, t->desc.name);
+        if (!grown) return dt_error(t->ctx);
+        t->removed = grown;
+        t->removed[t->n_removed++] = key;
+    }
+    if (*slot & DT__TABLE_PENDING) {
+        t->stats.pending--;
+    } else {
+        if (dt__table_release(t, *slot) != DT_OK) return dt_error(t->ctx);
+        t->stats.rows--;
+        t->stats.removed++;
+    }
+    uint32_t at = dt__table_home(s, hash);
+    for (; slot < s->buckets[at].row || slot >= s->buckets[at].row + DT__TABLE_SLOTS;
+         at = dt__table_next(s, at))
+        s->buckets[at].passed--;
+    *slot = DT__TABLE_EMPTY;
+    s->used--;
+    return DT_OK;
+}
+
+/* ---- initial values ---- */
+
+/* The RNG key of one row, a function of the table's RNG key and the row's key. */
+static uint64_t dt__table_row_key(uint64_t table_key, uint64_t key) {
+    uint32_t word[4];
+    dt__philox(table_key, key, word);
+    return (uint64_t)word[0] << 32 | word[1];
+}
+
+/* Writes the initial values of a row, `width` numbers of type dtype. They are those of row `key` of
+   a parameter (rows,width) with the table's name. Keys that are too large for an element's index
+   have a stream of numbers each. */
+static void dt__table_initial(const dt_table *t, uint64_t key, dt_dtype dtype, void *out) {
+    size_t width = (size_t)t->desc.width;
+    int has_index = key < UINT64_MAX / width;
+    dt_fill_args constant = { dtype, out, width, t->desc.init.kind == 1 ? 1.0 : 0.0 };
+    dt_init_args random = { dtype, out, width, t->desc.init.kind == 2, t->desc.init.scale,
+        has_index ? t->key : dt__table_row_key(t->key, key), has_index ? key * width : 0 };
+    if (t->desc.init.kind < 2)
+        t->kernels->fill(&constant, NULL);
+    else
+        t->kernels->init(&random, NULL);
+}
+
+/* Rounds a master row to the row of a bf16 table. */
+static void dt__table_round(const dt_table *t, const char *master, char *values) {
+    for (int i = 0; i < t->desc.width; i++) {
+        uint16_t rounded = dt__f32_to_bf16(((const float *)(const void *)master)[i]);
+        memcpy(values + 2 * (size_t)i, &rounded, sizeof rounded);
+    }
+}
+
+/* Returns a row number that is free, or DT__TABLE_EMPTY after a failure. */
+static uint32_t dt__table_new_row(dt_table *t) {
+    uint32_t row = t->free_row;
+    if (row != DT__TABLE_EMPTY) {
+        t->free_row = (uint32_t)*dt__table_clock(t, row);
+        t->n_free--;
+    } else if (t->next_row == DT__TABLE_SPILLED) {
+        dt_fail(t->ctx, DT_ERR_UNSUPPORTED, "table '%s': at most %u rows",
+            dt__printable_name(t->desc.name).s, DT__TABLE_SPILLED);
+    } else if (t->next_row < (uint32_t)t->n_segments << t->segment_shift ||
+               dt__table_add_segment(t) == DT_OK) {
+        row = t->next_row++;
+    }
+    if (row != DT__TABLE_EMPTY) t->stats.rows++;
+    return row;
+}
+
+/* Makes the row of a key with its initial values and state. */
+static uint32_t dt__table_create(dt_table *t, uint64_t key) {
+    uint32_t row = dt__table_new_row(t);
+    if (row == DT__TABLE_EMPTY) return row;
+    char *values = dt__table_values(t, row), *state = dt__table_state(t, row);
+    size_t width = (size_t)t->desc.width;
+    t->stats.created++;
+    memset(dt__table_clock(t, row), 0, t->note_bytes);
+    if (t->state_bytes > 0) memset(state, 0, t->state_bytes);
+    dt__table_initial(t, key, t->compute, t->master_bytes ? state : values);
+    if (t->master_bytes) dt__table_round(t, state, values);
+    size_t from = t->desc.optimizer == DT_TABLE_FTRL ? width : 0, count = 0;
+    if (t->desc.optimizer == DT_TABLE_ROWWISE_ADAGRAD) count = 1;
+    if (t->desc.optimizer == DT_TABLE_ADAGRAD || t->desc.optimizer == DT_TABLE_FTRL) count = width;
+    dt_fill_args first = { t->compute, state + t->master_bytes + from * t->grad_bytes / width,
+        count, t->desc.initial_accumulator };
+    if (count > 0 && t->desc.initial_accumulator != 0) t->kernels->fill(&first, NULL);
+    return row;
+}
+
+/* Brings a spilled row back to memory. Returns its new number, or DT__TABLE_EMPTY on failure. */
+static uint32_t dt__table_fetch(dt_table *t, uint32_t *slot) {
+    const char *p = dt__table_notes(t, *slot);
+    uint32_t row = p ? dt__table_new_row(t) : DT__TABLE_EMPTY;
+    if (row == DT__TABLE_EMPTY) return row;
+    memcpy(dt__table_clock(t, row), p, t->note_bytes);
+    memcpy(dt__table_values(t, row), p += t->note_bytes, t->row_bytes);
+    if (t->state_bytes > 0) memcpy(dt__table_state(t, row), p + t->row_bytes, t->state_bytes);
+    t->stats.rows--; /* dt__table_new_row has counted it again */
+    t->stats.fetched++;
+    if (dt__table_release(t, *slot) != DT_OK) return DT__TABLE_EMPTY;
+    return *slot = row;
+}
+
+/* ---- optimizers ---- */
+
+DT__COLD_END
+#if defined(__clang__)
+#pragma STDC FP_CONTRACT OFF
+#elif defined(__GNUC__) && !defined(__CUDACC__)
+#pragma GCC push_options
+#pragma GCC optimize("fp-contract=off")
+#endif
+
+/* Defines the update of one row for type R: w, g (width), s: the optimizer's state. The formulas
+   are in section 5. */
+#define DT__TABLE_UPDATE(R, NAME, SQRT) \
+    static void NAME(const dt_table_desc *d, R *w, const R *g, R *s, double step_size) { \
+        const R lr = (R)step_size, eps = (R)d->eps, b1 = (R)d->beta1, b2 = (R)d->beta2, \
+                l1 = (R)d->l1, l2 = (R)d->l2, beta = (R)d->ftrl_beta; \
+        const int n = d->width; \
+        if (d->optimizer == DT_TABLE_SGD) \
+            for (int i = 0; i < n; i++) w[i] -= lr * g[i]; \
+        if (d->optimizer == DT_TABLE_ADAGRAD) \
+            for (int i = 0; i < n; i++) { \
+                s[i] += g[i] * g[i]; \
+                w[i] -= lr * (g[i] / (SQRT(s[i]) + eps)); \
+            } \
+        if (d->optimizer == DT_TABLE_ROWWISE_ADAGRAD) { \
+            R sum[4] = { 0, 0, 0, 0 }; \
+            int i = 0; \
+            for (; i + 4 <= n; i += 4) \
+                for (int k = 0; k < 4; k++) sum[k] += g[i + k] * g[i + k]; \
+            for (; i < n; i++) sum[i & 3] += g[i] * g[i]; \
+            s[0] += ((sum[0] + sum[1]) + (sum[2] + sum[3])) / (R)n; \
+            const R factor = lr / (SQRT(s[0]) + eps); \
+            for (i = 0; i < n; i++) w[i] -= factor * g[i]; \
+        } \
+        if (d->optimizer == DT_TABLE_ADAM) { \
+            R *m = s, *v = s + n, t = s[2 * n] += 1; \
+            const R c1 = (R)(1 - pow(d->beta1, (double)t)), \
+                    c2 = (R)(1 - pow(d->beta2, (double)t)); \
+            for (int i = 0; i < n; i++) { \
+                m[i] = b1 * m[i] + (1 - b1) * g[i]; \
+                v[i] = b2 * v[i] + (1 - b2) * (g[i] * g[i]); \
+                w[i] -= lr * ((m[i] / c1) / (SQRT(v[i] / c2) + eps)); \
+            } \
+        } \
+        if (d->optimizer == DT_TABLE_FTRL) \
+            for (int i = 0; i < n; i++) { \
+                R *z = s + i, *a = s + n + i, sum = *a + g[i] * g[i], root = SQRT(sum); \
+                *z += g[i] - (root - SQRT(*a)) / lr * w[i]; \
+                *a = sum; \
+                R size = *z < 0 ? -*z : *z, slope = (beta + root) / lr + l2; \
+                w[i] = size <= l1 ? 0 : (*z < 0 ? size - l1 : l1 - size) / slope; \
+            } \
+    }
+DT__TABLE_UPDATE(float, dt__table_update_f32, sqrtf)
+DT__TABLE_UPDATE(double, dt__table_update_f64, sqrt)
+#undef DT__TABLE_UPDATE
+
+/* Returns the first column of a gradient that is not finite, or -1. */
+static int dt__table_bad_column(const dt_table *t, const void *grad) {
+    const float *f = (const float *)grad;
+    const double *d = (const double *)grad;
+    uint32_t bad = 0; /* an exponent of all ones: not finite */
+    int n = t->desc.width, is_f32 = t->compute == DT_F32;
+    for (int i = 0; i < n && is_f32; i++)
+        bad |= (uint32_t)((dt__float_bits(f[i]) & 0x7f800000u) == 0x7f800000u);
+    if (is_f32 && !bad) return -1;
+    for (int i = 0; i < n; i++)
+        if (!isfinite(is_f32 ? (double)f[i] : d[i])) return i;
+    return -1;
+}
+
+/* to += from, numbers of the compute type */
+static void dt__table_add(const dt_table *t, char *to, const char *from) {
+    float *f = (float *)(void *)to;
+    double *d = (double *)(void *)to;
+    const float *x = (const float *)(const void *)from;
+    const double *y = (const double *)(const void *)from;
+    int n = t->desc.width;
+    for (int i = 0; i < n && t->compute == DT_F32; i++) f[i] += x[i];
+    for (int i = 0; i < n && t->compute == DT_F64; i++) d[i] += y[i];
+}
+
+/* ---- pull ---- */
+
+DT__INLINE void dt__table_prefetch(const char *p, size_t bytes) {
+    for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch(p + at);
+}
+
+DT__INLINE void dt__table_prefetch_home(const dt_table *t, uint64_t hash) {
+    const dt__table_shard *s = &t->shards[hash >> 58];
+    if (s->count > 0) __builtin_prefetch(&s->buckets[dt__table_home(s, hash)]);
+}
+
+dt_status dt_table_pull(dt_table *t, const uint64_t *keys, size_t n, void *rows) {
+    if (dt__table_usable(t) != DT_OK) return dt__table_usable(t);
+    if (n > 0 && (!keys || !rows))
+        return dt_fail(t->ctx, DT_ERR_ARG, "dt_table_pull(%s): keys or rows is NULL",
+            dt__printable_name(t->desc.name).s);
+    uint64_t hash[DT__AHEAD_RING];
+    uint32_t row[DT__AHEAD_RING];
+    size_t bytes = t->row_bytes, hits = 0;
+    for (size_t i = 0; i < n + 2 * DT__AHEAD && n > 0; i++) {
+        size_t j = i - DT__AHEAD, k = j - DT__AHEAD;
+        if (i < n) {
+            hash[i % DT__AHEAD_RING] = dt__table_hash(keys[i]);
+            dt__table_prefetch_home(t, hash[i % DT__AHEAD_RING]);
+        }
+        if (j < n) {
+            const uint32_t *slot = dt__table_find(t, keys[j], hash[j % DT__AHEAD_RING]);
+            uint32_t r = slot ? *slot : DT__TABLE_EMPTY;
+            row[j % DT__AHEAD_RING] = r;
+            hits += r < DT__TABLE_PENDING;
+            if (r < DT__TABLE_SPILLED) dt__table_prefetch(dt__table_values(t, r), bytes);
+        }
+        if (k >= n) continue;
+        uint32_t r = row[k % DT__AHEAD_RING];
+        char *out = (char *)rows + k * bytes;
+        if (r < DT__TABLE_SPILLED) {
+            memcpy(out, dt__table_values(t, r), bytes);
+        } else if (r >= DT__TABLE_PENDING) {
+            dt__table_initial(t, keys[k], t->desc.dtype, out);
+        } else {
+            const char *notes = dt__table_notes(t, r);
+            if (!notes) return dt_error(t->ctx);
+            memcpy(out, notes + t->note_bytes, bytes);
+        }
+    }
+    t->stats.pulled += (int64_t)n;
+    t->stats.hits += (int64_t)hits;
+    return DT_OK;
+}
+
+/* ---- push ---- */
+
+/* Returns the gradient sum of distinct key k of a batch. */
+DT__INLINE const char *dt__table_grad(const dt_table *t, size_t k, const char *grads, int unique) {
+    if (unique) return grads + k * t->grad_bytes;
+    uint32_t sum = t->batch.sum[k];
+    return sum == DT__TABLE_EMPTY ? grads + t->batch.first[k] * t->grad_bytes
+                                  : t->batch.sums + sum * t->grad_bytes;
+}
+
+/* Adds entry i of a push to the sums of distinct key k, whose entries before i are added. */
+static dt_status dt__table_sum_entry(
+    dt_table *t, size_t k, const char *grads, size_t i, size_t *n_sums) {
+    dt__table_batch *b = &t->batch;
+    if (b->sum[k] == DT__TABLE_EMPTY) {
+        if (*n_sums == b->sum_capacity) {
+            size_t more = 2 * b->sum_capacity + 64, bytes = b->sum_capacity * t->grad_bytes;
+            char *sums =
+                (char *)dt_alloc(t->ctx, DT_MEM_HOST, more * t->grad_bytes, "gradient sums");
+            if (!sums) return dt_error(t->ctx);
+            if (bytes > 0) memcpy(sums, b->sums, bytes);
+            dt_free(t->ctx, DT_MEM_HOST, b->sums, bytes);
+            b->sums = sums;
+            b->sum_capacity = more;
+        }
+        b->sum[k] = (uint32_t)(*n_sums)++;
+        memcpy(b->sums + b->sum[k] * t->grad_bytes, grads + b->first[k] * t->grad_bytes,
+            t->grad_bytes);
+    }
+    dt__table_add(t, b->sums + b->sum[k] * t->grad_bytes, grads + i * t->grad_bytes);
+    return DT_OK;
+}
+
+/* Finds the distinct keys of a push, in the order of their first entries, and sums the gradients,
+   shows and clicks of each in the order of its entries. Sets *distinct. */
+static dt_status dt__table_distinct(dt_table *t, const uint64_t *keys, size_t n, const char *grads,
+    const dt_table_push_desc *d, size_t *distinct) {
+    dt__table_batch *b = &t->batch;
+    size_t mask = 63, u = 0, n_sums = 0;
+    while (mask + 1 < 2 * n) mask = 2 * mask + 1;
+    memset(b->slot, 0xff, (mask + 1) * sizeof *b->slot); /* DT__TABLE_EMPTY */
+    for (size_t i = 0; i < n; i++) {
+        size_t at = dt__table_hash(keys[i]) & mask, k, next = i + DT__AHEAD;
+        if (next < n) __builtin_prefetch(&b->slot[dt__table_hash(keys[next]) & mask]);
+        while ((k = b->slot[at]) != DT__TABLE_EMPTY && keys[b->first[k]] != keys[i])
+            at = (at + 1) & mask;
+        float shows = d->shows ? d->shows[i] : 1, clicks = d->clicks ? d->clicks[i] : 0;
+        if (k == DT__TABLE_EMPTY) {
+            k = u++;
+            b->slot[at] = (uint32_t)k;
+            b->first[k] = (uint32_t)i;
+            b->sum[k] = DT__TABLE_EMPTY;
+            b->stats[2 * k] = shows;
+            b->stats[2 * k + 1] = clicks;
+        } else {
+            b->stats[2 * k] += shows;
+            b->stats[2 * k + 1] += clicks;
+            if (dt__table_sum_entry(t, k, grads, i, &n_sums) != DT_OK) return dt_error(t->ctx);
+        }
+    }
+    *distinct = u;
+    return DT_OK;
+}
+
+/* Admission. Returns the row of a key that is pushed, or DT__TABLE_EMPTY if it is not admitted. */
+DT__INLINE uint32_t dt__table_admit(dt_table *t, uint64_t key, uint64_t hash, int64_t clock) {
+    uint32_t *slot = dt__table_find(t, key, hash), row;
+    if (slot && *slot < DT__TABLE_SPILLED) return *slot;
+    if (slot && *slot < DT__TABLE_PENDING) return dt__table_fetch(t, slot);
+    if (t->desc.admit_probability > 0) {
+        uint32_t word[4];
+        dt__philox(dt__table_row_key(t->key + 1, key), (uint64_t)clock, word);
+        if (word[0] * (1.0 / 4294967296.0) >= t->desc.admit_probability) return DT__TABLE_EMPTY;
+    }
+    if (t->desc.admit_count > 1) {
+        uint32_t flags = DT__TABLE_PENDING | DT__TABLE_TOUCHED | DT__TABLE_CHANGED;
+        uint32_t count = (slot ? *slot & DT__TABLE_COUNT : 0) + 1;
+        if (count < (uint32_t)t->desc.admit_count) {
+            if (!slot && (slot = dt__table_insert(t, key, hash, 0)) != NULL) t->stats.pending++;
+            if (slot) *slot = flags | count;
+            return DT__TABLE_EMPTY;
+        }
+    }
+    row = dt__table_create(t, key);
+    if (row == DT__TABLE_EMPTY) return row;
+    if (slot) {
+        *slot = row;
+        t->stats.pending--;
+    } else if (!dt__table_insert(t, key, hash, row)) {
+        return DT__TABLE_EMPTY;
+    }
+    return row;
+}
+
+/* Applies the gradient sum of a key to its row. */
+static dt_status dt__table_update(dt_table *t, uint64_t key, uint32_t row, const char *grad,
+    const float *stats, const dt_table_push_desc *d) {
+    char *values = dt__table_values(t, row), *state = dt__table_state(t, row);
+    char *w = t->master_bytes ? state : values, *s = state + t->master_bytes;
+    dt_status status = DT_OK;
+    *dt__table_clock(t, row) = d->clock;
+    if (t->desc.threshold > 0) {
+        dt__table_shows(t, row)[0] += stats[0];
+        dt__table_shows(t, row)[1] += stats[1];
+    }
+    if (t->desc.optimizer == DT_TABLE_CUSTOM) {
+        dt_table_update_args a = { t->ctx, t->desc.name, key, t->desc.width, w, grad, s, d->lr,
+            d->clock };
+        status = t->desc.update(&a, t->desc.user);
+        if (status != DT_OK)
+            dt_fail(t->ctx, status, "dt_table_push(%s): the update of key %llu returned %s",
+                dt__printable_name(t->desc.name).s, (unsigned long long)key,
+                dt_status_name(status));
+    } else if (t->compute == DT_F32) {
+        dt__table_update_f32(&t->desc, (float *)(void *)w, (const float *)(const void *)grad,
+            (float *)(void *)s, d->lr);
+    } else {
+        dt__table_update_f64(&t->desc, (double *)(void *)w, (const double *)(const void *)grad,
+            (double *)(void *)s, d->lr);
+    }
+    if (t->master_bytes) dt__table_round(t, w, values);
+    return status;
+}
+
+/* Updates the rows of the distinct keys [from, u) of a push. */
+static dt_status dt__table_apply(dt_table *t, const uint64_t *keys, size_t from, size_t u,
+    const char *grads, const dt_table_push_desc *d) {
+    uint64_t hash[DT__AHEAD_RING];
+    uint32_t row[DT__AHEAD_RING];
+    int unique = d->unique;
+    for (size_t i = from; i < u + 2 * DT__AHEAD; i++) {
+        size_t j = i - DT__AHEAD, k = j - DT__AHEAD;
+        if (i < u) {
+            hash[i % DT__AHEAD_RING] = dt__table_hash(keys[unique ? i : t->batch.first[i]]);
+            dt__table_prefetch_home(t, hash[i % DT__AHEAD_RING]);
+        }
+        if (j >= from && j < u) {
+            uint64_t key = keys[unique ? j : t->batch.first[j]];
+            uint32_t r = dt__table_admit(t, key, hash[j % DT__AHEAD_RING], d->clock);
+            row[j % DT__AHEAD_RING] = r;
+            if (r == DT__TABLE_EMPTY) {
+                if (dt_error(t->ctx) != DT_OK) return dt_error(t->ctx);
+                t->stats.rejected++;
+            } else {
+                dt__table_prefetch(dt__table_values(t, r), t->row_bytes);
+                dt__table_prefetch(dt__table_state(t, r), t->state_bytes);
+                __builtin_prefetch(dt__table_clock(t, r));
+            }
+        }
+        if (k >= from && k < u && row[k % DT__AHEAD_RING] != DT__TABLE_EMPTY) {
+            size_t at = unique ? k : t->batch.first[k];
+            float own[2] = { d->shows ? d->shows[at] : 1, d->clicks ? d->clicks[at] : 0 };
+            const float *stats = unique ? own : t->batch.stats + 2 * k;
+            if (dt__table_update(t, keys[at], row[k % DT__AHEAD_RING],
+                    dt__table_grad(t, k, grads, unique), stats, d) != DT_OK)
+                return dt_error(t->ctx);
+        }
+    }
+    return DT_OK;
+}
+
+#if defined(__clang__)
+#pragma STDC FP_CONTRACT DEFAULT
+#elif defined(__GNUC__) && !defined(__CUDACC__)
+#pragma GCC pop_options
+#endif
+DT__COLD_BEGIN
+
+/* Makes the buffers of a push large enough for n keys. */
+static dt_status dt__table_batch_size(dt_table *t, size_t n) {
+    dt__table_batch *b = &t->batch;
+    if (n <= b->capacity && b->slot) return DT_OK;
+    dt_free(t->ctx, DT_MEM_HOST, b->slot, b->slots * 4);
+    dt_free(t->ctx, DT_MEM_HOST, b->first, b->capacity * 16);
+    b->slot = b->first = NULL;
+    b->capacity = 0;
+    b->slots = 64;
+    while (b->slots < 2 * n) b->slots *= 2;
+    n = b->slots / 2;
+    b->slot = (uint32_t *)dt_alloc(t->ctx, DT_MEM_HOST, b->slots * 4, "keys of a push");
+    b->first = (uint32_t *)dt_alloc(t->ctx, DT_MEM_HOST, n * 16, "keys of a push");
+    if (!b->slot || !b->first) return dt_error(t->ctx);
+    b->capacity = n;
+    b->sum = b->first + n;
+    b->stats = (float *)(void *)(b->sum + n);
+    return DT_OK;
+}
+
+/* Fails if a value of the push is not finite, before the push has changed anything. */
+static dt_status dt__table_check_push(dt_table *t, const uint64_t *keys, size_t n, size_t u,
+    const char *grads, const dt_table_push_desc *d) {
+    const char *name = t->desc.name;
+    for (size_t i = 0; i < n && (d->shows || d->clicks); i++) {
+        float shows = d->shows ? d->shows[i] : 0, clicks = d->clicks ? d->clicks[i] : 0;
+        if (!(shows >= 0 && clicks >= 0 && shows + clicks <= FLT_MAX))
+            return dt_fail(t->ctx, DT_ERR_NUMERIC,
+                "dt_table_push(%s): key %llu has %g shows and %g clicks",
+                dt__printable_name(name).s, (unsigned long long)keys[i], (double)shows,
+                (double)clicks);
+    }
+    for (size_t k = 0; k < u; k++) {
+        const char *grad = dt__table_grad(t, k, grads, d->unique);
+        int column = dt__table_bad_column(t, grad);
+        if (column < 0) continue;
+        double value = t->compute == DT_F32 ? (double)((const float *)(const void *)grad)[column]
+                                            : ((const double *)(const void *)grad)[column];
+        return dt_fail(t->ctx, DT_ERR_NUMERIC,
+            "dt_table_push(%s): the gradient of key %llu, column %d, is %g",
+            dt__printable_name(name).s, (unsigned long long)keys[d->unique ? k : t->batch.first[k]],
+            column, value);
+    }
+    return DT_OK;
+}
+
+static dt_status dt__table_set_clock(dt_table *t, const char *func, int64_t clock) {
+    if (clock < t->stats.clock || clock >= DT__TABLE_MAX_CLOCK)
+        return dt_fail(t->ctx, DT_ERR_ARG, "%s(%s): clock %lld after clock %lld; at most 10^15",
+            func, dt__printable_name(t->desc.name).s, (long long)clock, (long long)t->stats.clock);
+    t->stats.clock = clock;
+    return DT_OK;
+}
+
+dt_status dt_table_push(
+    dt_table *t, const uint64_t *keys, size_t n, const void *grads, dt_table_push_desc d) {
+    if (dt__table_usable(t) != DT_OK) return dt__table_usable(t);
+    if (n > 1u << 30 || (n > 0 && (!keys || !grads)) || !isfinite(d.lr) ||
+        (d.lr <= 0 && t->desc.optimizer == DT_TABLE_FTRL))
+        return dt_fail(t->ctx, DT_ERR_ARG,
+            "dt_table_push(%s): %zu keys at %p, gradients at %p, learning rate %g",
+            dt__printable_name(t->desc.name).s, n, (const void *)keys, grads, d.lr);
+    size_t u = n;
+    if (!d.unique && (dt__table_batch_size(t, n) != DT_OK ||
+                         dt__table_distinct(t, keys, n, (const char *)grads, &d, &u) != DT_OK))
+        return dt_error(t->ctx);
+    if (dt__table_check_push(t, keys, n, u, (const char *)grads, &d) != DT_OK ||
+        dt__table_set_clock(t, "dt_table_push", d.clock) != DT_OK)
+        return dt_error(t->ctx);
+    t->stats.pushed += (int64_t)u;
+    /* with a limit in parts: a row that a part has found must not be spilled before its update */
+    size_t part = t->max_segments > 0 ? (size_t)t->reserve : u;
+    for (size_t at = 0; at < u && dt_error(t->ctx) == DT_OK; at += part)
+        if (dt__table_make_room(t, (uint32_t)t->reserve) == DT_OK)
+            dt__table_apply(t, keys, at, u - at < part ? u : at + part, (const char *)grads, &d);
+    return dt_error(t->ctx);
+}
+
+/* ---- all rows ---- */
+
+/* Returns a number without a common divisor with `count`, about 0.618 of it. */
+static uint32_t dt__table_stride(uint32_t count) {
+    for (uint32_t stride = (uint32_t)(count * 0.618) + 1;; stride++) {
+        uint32_t a = count, b = stride, rest;
+        for (; b > 0; a = b, b = rest) rest = a % b;
+        if (a <= 1) return stride;
+    }
+}
+
+/* Calls each() for all keys of the index; each() may change or empty the slot. Buckets and rows are
+   requested AHEAD buckets before their use. The order of the buckets jumps by a golden section of
+   the shard: if another table is filled in this order while it grows, for example by a load, any
+   first part of the keys is spread over all its buckets. In ascending order all would have their
+   homes in its first buckets, and each insertion would search through the full ones. */
+typedef dt_status (*dt__table_each)(dt_table *t, uint64_t key, uint32_t *slot, void *arg);
+static dt_status dt__table_scan(dt_table *t, dt__table_each each, void *arg, int notes_only) {
+    enum { AHEAD = 8, RING = 32 };
+    uint32_t ring[RING];
+    for (int k = 0; k < DT__TABLE_SHARDS; k++) {
+        const dt__table_shard *s = &t->shards[k];
+        uint32_t stride = dt__table_stride(s->count), at = 0;
+        for (uint32_t n = 0; n < s->count + 2 * AHEAD && s->count > 0; n++) {
+            if (n < s->count) {
+                ring[n % RING] = at;
+                __builtin_prefetch(&s->buckets[at]);
+                at = (uint32_t)(((uint64_t)at + stride) % s->count);
+            }
+            for (int i = 0; i < DT__TABLE_SLOTS && n >= AHEAD && n - AHEAD < s->count; i++) {
+                uint32_t row = s->buckets[ring[(n - AHEAD) % RING]].row[i];
+                if (row >= DT__TABLE_SPILLED) continue;
+                __builtin_prefetch(dt__table_clock(t, row));
+                if (notes_only) continue;
+                dt__table_prefetch(dt__table_values(t, row), t->row_bytes);
+                dt__table_prefetch(dt__table_state(t, row), t->state_bytes);
+            }
+            if (n < 2 * AHEAD) continue;
+            dt__table_bucket *b = &s->buckets[ring[(n - 2 * AHEAD) % RING]];
+            for (int i = 0; i < DT__TABLE_SLOTS; i++)
+                if (b->row[i] != DT__TABLE_EMPTY && each(t, b->key[i], &b->row[i], arg) != DT_OK)
+                    return dt_error(t->ctx);
+        }
+    }
+    return DT_OK;
+}
+
+static dt_status dt__table_shrink_one(dt_table *t, uint64_t key, uint32_t *slot, void *arg) {
+    const dt_table_desc *d = &t->desc;
+    int64_t clock = *(const int64_t *)arg;
+    if (*slot & DT__TABLE_PENDING) {
+        if (!(*slot & DT__TABLE_TOUCHED)) return dt__table_remove(t, key, slot);
+        *slot = (*slot & ~DT__TABLE_TOUCHED) | DT__TABLE_CHANGED;
+        return DT_OK;
+    }
+    char *notes = dt__table_notes(t, *slot);
+    int64_t pushed;
+    if (!notes) return dt_error(t->ctx);
+    memcpy(&pushed, notes, sizeof pushed);
+    int old = d->ttl > 0 && (uint64_t)clock - (uint64_t)pushed > (uint64_t)d->ttl;
+    if (d->threshold > 0) {
+        float *shows = (float *)(void *)(notes + sizeof pushed), *clicks = shows + 1;
+        *shows *= (float)d->decay;
+        *clicks *= (float)d->decay;
+        double others = (double)*shows - (double)*clicks;
+        old |= d->show_weight * others + d->click_weight * (double)*clicks < d->threshold;
+    }
+    if (old) return dt__table_remove(t, key, slot);
+    int rewrite = d->threshold > 0 && *slot >= DT__TABLE_SPILLED;
+    return rewrite ? dt__table_transfer(t, *slot, 1, t->note_bytes) : DT_OK;
+}
+
+int64_t dt_table_shrink(dt_table *t, int64_t clock) {
+    if (dt__table_usable(t) != DT_OK || dt__table_set_clock(t, "dt_table_shrink", clock) != DT_OK)
+        return -1;
+    int64_t before = t->stats.removed;
+    if (t->desc.ttl > 0 || t->desc.threshold > 0) {
+        dt__table_scan(t, dt__table_shrink_one, &clock, 1);
+        t->shrinks++;
+    }
+    return dt_error(t->ctx) == DT_OK ? t->stats.removed - before : -1;
+}
+
+typedef struct dt__table_changes {
+    int64_t since, n;
+    uint64_t *keys;
+    size_t capacity;
+} dt__table_changes;
+static dt_status dt__table_changed_one(dt_table *t, uint64_t key, uint32_t *slot, void *arg) {
+    dt__table_changes *c = (dt__table_changes *)arg;
+    const char *notes = *slot < DT__TABLE_PENDING ? dt__table_notes(t, *slot) : NULL;
+    int64_t pushed;
+    if (!notes) return dt_error(t->ctx);
+    memcpy(&pushed, notes, sizeof pushed);
+    if (pushed < c->since) return DT_OK;
+    if ((size_t)c->n < c->capacity && c->keys) c->keys[c->n] = key;
+    c->n++;
+    return DT_OK;
+}
+
+int64_t dt_table_changed(const dt_table *t, int64_t since, uint64_t *keys, size_t capacity) {
+    dt__table_changes c = { since, 0, keys, capacity };
+    if (dt__table_usable(t) != DT_OK) return -1;
+    dt__table_scan((dt_table *)(uintptr_t)t, dt__table_changed_one, &c, 1);
+    return dt_error(t->ctx) == DT_OK ? c.n : -1;
+}
+
+/* ---- making and freeing ---- */
+
+static dt_status dt__table_check(dt_ctx *ctx, const dt_table_desc *d) {
+    int f = d->optimizer == DT_TABLE_FTRL;
+    const char *why =
+        d->width < 1 || d->width > 65536                                  ? "width: 1 to 65,536"
+        : d->dtype != DT_F32 && d->dtype != DT_F64 && d->dtype != DT_BF16 ? "dtype: f32, f64, bf16"
+        : d->optimizer < 0 || d->optimizer > DT_TABLE_CUSTOM ? "optimizer: a DT_TABLE_*"
+        : d->init.kind < 0 || d->init.kind > 3 || !isfinite(d->init.scale) ? "init: a DT_NORMAL, .."
+        : !(d->beta1 >= 0 && d->beta1 < 1 && d->beta2 >= 0 && d->beta2 < 1) ? "beta: 0 to below 1"
+        : !(d->eps >= 0 && isfinite(d->eps))                                ? "eps: not negative"
+        : !(d->initial_accumulator >= 0 && isfinite(d->initial_accumulator))
+            ? "initial_accumulator: not negative"
+        : f && !(d->l1 >= 0 && d->l2 >= 0 && d->ftrl_beta >= 0 &&
+                   isfinite(d->l1 + d->l2 + d->ftrl_beta))
+            ? "l1, l2, ftrl_beta: not negative"
+        : d->admit_count < 0 || d->admit_count >= (int)DT__TABLE_COUNT
+            ? "admit_count: 0 to 2^29 - 2"
+        : !(d->admit_probability >= 0 && d->admit_probability < 1)
+            ? "admit_probability: 0 to below 1"
+        : d->admit_count > 1 && d->admit_probability > 0
+            ? "admit_count or admit_probability, not both"
+        : !(d->threshold >= 0 && d->decay >= 0 && d->decay <= 1 && isfinite(d->threshold))
+            ? "threshold: not negative; decay: 0 to 1"
+        : !isfinite(d->show_weight) || !isfinite(d->click_weight) ? "weights: finite"
+        : d->ttl < 0                                              ? "ttl: not negative"
+        : d->optimizer == DT_TABLE_CUSTOM && (!d->update || d->states < 0 || d->states > 1 << 20)
+            ? "update: a function; states: 0 to 2^20"
+            : NULL;
+    if (!why && d->memory_limit > 0 && !d->spill) why = "memory_limit: needs a folder, spill";
+    if (!d->name || !*d->name) return dt_fail(ctx, DT_ERR_ARG, "dt_table_make: a table has a name");
+    if (dt__name_check(ctx, "dt_table_make", d->name) != DT_OK || !why) return dt_error(ctx);
+    return dt_fail(ctx, DT_ERR_ARG, "dt_table_make(%s): %s", dt__printable_name(d->name).s, why);
+}
+
+/* Frees the table. Called by dt_table_free, or when the context is freed. */
+static void dt__table_close(dt_ctx *ctx, void *user) {
+    dt_table *t = (dt_table *)user;
+    dt__table_clear(t);
+    dt_free(ctx, DT_MEM_HOST, t->segments, (size_t)t->segment_capacity * sizeof *t->segments);
+    dt_free(ctx, DT_MEM_HOST, t->removed, (size_t)t->removed_capacity * sizeof *t->removed);
+    dt_free(ctx, DT_MEM_HOST, t->batch.slot, t->batch.slots * 4);
+    dt_free(ctx, DT_MEM_HOST, t->batch.first, t->batch.capacity * 16);
+    dt_free(ctx, DT_MEM_HOST, t->batch.sums, t->batch.sum_capacity * t->grad_bytes);
+    dt_free(ctx, DT_MEM_HOST, t->free_records,
+        (size_t)t->free_record_capacity * sizeof *t->free_records);
+    dt_free(ctx, DT_MEM_HOST, t->record, t->record_bytes);
+    if (t->spill_fd >= 0) ctx->io.close(ctx->io.user, t->spill_fd);
+    dt__string_free(ctx, (char *)(uintptr_t)t->desc.spill);
+    dt__string_free(ctx, (char *)(uintptr_t)t->desc.name);
+    dt_free(ctx, DT_MEM_HOST, t, sizeof *t);
+}
+
+static void dt__table_sizes(dt_table *t) {
+    dt_table_desc *d = &t->desc;
+    size_t width = (size_t)d->width, size;
+    int states[] = { 0, d->width, 1, 2 * d->width + 1, 2 * d->width, d->states };
+    t->compute = d->dtype == DT_F64 ? DT_F64 : DT_F32;
+    size = dt_dtype_size(t->compute);
+    t->row_bytes = width * dt_dtype_size(d->dtype);
+    t->grad_bytes = width * size;
+    t->master_bytes = d->dtype == DT_BF16 ? t->grad_bytes : 0;
+    t->state_bytes = t->master_bytes + (size_t)states[d->optimizer] * size;
+    t->note_bytes = d->threshold > 0 ? 16 : 8;
+    t->record_bytes = t->note_bytes + t->row_bytes + t->state_bytes;
+    /* a segment has at most 1 MiB and an eighth of a limit, and 16 (4) to 16,384 rows */
+    int least = d->memory_limit > 0 ? 2 : 4;
+    size_t most = d->memory_limit > 0 && d->memory_limit < 8u << 20 ? d->memory_limit / 8 : 1 << 20;
+    t->segment_shift = 14;
+    while (t->segment_shift > least && t->record_bytes << t->segment_shift > most)
+        t->segment_shift--;
+    if (d->memory_limit == 0) return;
+    most = d->memory_limit / (t->record_bytes << t->segment_shift);
+    uint32_t segments = DT__TABLE_SPILLED >> t->segment_shift;
+    t->max_segments = most < 4 ? 4 : most < segments ? (int)most : (int)segments;
+    uint32_t quarter = (uint32_t)t->max_segments << t->segment_shift >> 2;
+    t->reserve = quarter < 512 ? (int)quarter : 512;
+}
+
+dt_table *dt_table_make(dt_ctx *ctx, dt_table_desc desc) {
+    if (dt_error(ctx) != DT_OK || dt__table_check(ctx, &desc) != DT_OK) return NULL;
+    dt_table *t = (dt_table *)dt__host_zeroed(ctx, sizeof *t, "dt_table_make");
+    if (!t) return NULL;
+    int on_device = ctx->kernels.alloc != NULL;
+    t->ctx = ctx;
+    if (desc.beta1 == 0) desc.beta1 = 0.9;
+    if (desc.beta2 == 0) desc.beta2 = 0.999;
+    if (desc.eps == 0) desc.eps = 1e-8;
+    if (desc.decay == 0) desc.decay = 1;
+    if (desc.show_weight == 0 && desc.click_weight == 0) desc.show_weight = desc.click_weight = 1;
+    t->desc = desc;
+    t->desc.name = dt__concat_text(ctx, desc.name, strlen(desc.name), "");
+    t->desc.spill = NULL;
+    t->spill_fd = -1;
+    t->kernels = on_device ? dt_kernels_cpu() : &ctx->kernels;
+    t->row_mem = on_device ? DT_MEM_HOST : DT_MEM_PARAMS;
+    t->state_mem = on_device ? DT_MEM_HOST : DT_MEM_OPTIM;
+    t->key = dt__stream_key(dt_ctx_seed(ctx), desc.name);
+    t->free_row = DT__TABLE_EMPTY;
+    t->saved = t->newest_known = dt__ckpt_none;
+    dt__table_sizes(t);
+    t->listener.closing = dt__table_close;
+    t->listener.user = t;
+    dt_listen(ctx, &t->listener);
+    if (desc.memory_limit > 0 && dt_error(ctx) == DT_OK) {
+        t->record = (char *)dt_alloc(ctx, DT_MEM_HOST, t->record_bytes, desc.name);
+        t->desc.spill = dt__concat_text(ctx, desc.spill, strlen(desc.spill), "");
+        if (dt_error(ctx) == DT_OK) dt__table_spill_open(t);
+    }
+    if (!t->kernels->init || !t->kernels->fill)
+        dt_fail(ctx, DT_ERR_UNSUPPORTED, "dt_table_make: the kernels init and fill are missing");
+    if (dt_error(ctx) == DT_OK) return t;
+    dt_table_free(t);
+    return NULL;
+}
+
+void dt_table_free(dt_table *t) {
+    if (!t) return;
+    dt_unlisten(t->ctx, &t->listener);
+    dt__table_close(t->ctx, t);
+}
+
+dt_table_stats dt_table_info(const dt_table *t) {
+    dt_table_stats s;
+    memset(&s, 0, sizeof s);
+    if (!t) return s;
+    size_t rows = (size_t)t->n_segments << t->segment_shift;
+    s = t->stats;
+    s.row_bytes = rows * t->row_bytes;
+    s.state_bytes = rows * t->state_bytes;
+    for (int i = 0; i < DT__TABLE_SHARDS; i++)
+        s.index_bytes += t->shards[i].count * sizeof *t->shards[i].buckets;
+    s.total_bytes = s.row_bytes + s.state_bytes + s.index_bytes + rows * t->note_bytes + sizeof *t +
+                    strlen(t->desc.name) + 1 + (size_t)t->segment_capacity * sizeof *t->segments +
+                    (size_t)t->removed_capacity * sizeof *t->removed +
+                    (size_t)t->free_record_capacity * sizeof *t->free_records +
+                    (t->desc.spill ? t->record_bytes + strlen(t->desc.spill) + 1 : 0) +
+                    t->batch.slots * 4 + t->batch.capacity * 16 +
+                    t->batch.sum_capacity * t->grad_bytes;
+    return s;
+}
+
+// ==== 26. Sparse tables: snapshots ==============================================================
+
+/* The file of a snapshot, written in one pass over the index:
+
+       header | rows: key, clock, shows, clicks, values, state | keys that are not admitted, counts
+              | removed keys | digest of all after the header
+
+   Each snapshot names the one before it, so the newest leads back to its base. The commit is that
+   of section 20: the folder step-CLOCK.1a2b3c.tmp is renamed when its file is on the disk.
+
+   dt_table_shrink multiplies the statistics of all rows. A delta does not list all rows for that:
+   the header counts the shrinks, and a load multiplies the statistics of each row as often as the
+   newest snapshot's count exceeds that of the row's own snapshot. These are the same roundings. */
+
+enum { DT__SNAPSHOT_BUFFER = 1 << 20, DT__SNAPSHOT_CHAIN = 4096 };
+
+typedef struct dt__snapshot_header {
+    char magic[16];
+    uint64_t seed, name; /* name: its digest */
+    int32_t width, dtype, optimizer, record_bytes;
+    int32_t delta, repeat; /* delta 1: step and repeat are those of the snapshot before it */
+    int64_t step, clock, shrinks;
+    int64_t rows, pending, removed; /* numbers of records */
+    uint64_t digest;                /* of the header with digest 0 */
+} dt__snapshot_header;
+static const char dt__snapshot_magic[16] = "dt table 1";
+
+/* A file that is written or read in pieces. */
+typedef struct dt__snapshot_file {
+    dt_table *t;
+    dt__writer writer;
+    dt__snapshot_header h;
+    char *buffer;
+    size_t used, end; /* the buffer's next byte, and when reading, its end */
+    int64_t at, size; /* offset of the next piece in the file; size of the file */
+    uint64_t digest;
+    int fd;
+    char folder[DT__PATH_BYTES + 80], path[DT__PATH_BYTES + 96];
+    int64_t since;
+} dt__snapshot_file;
+
+static size_t dt__snapshot_record(const dt_table *t) { return (8 + t->record_bytes + 7) / 8 * 8; }
+
+static void dt__snapshot_describe(const dt_table *t, dt__snapshot_header *h) {
+    memset(h, 0, sizeof *h);
+    memcpy(h->magic, dt__snapshot_magic, sizeof h->magic);
+    h->seed = dt_ctx_seed(t->ctx);
+    h->name = dt__digest(1, t->desc.name, strlen(t->desc.name));
+    h->width = t->desc.width;
+    h->dtype = (int32_t)t->desc.dtype;
+    h->optimizer = t->desc.optimizer;
+    h->record_bytes = (int32_t)dt__snapshot_record(t);
+}
+
+static uint64_t dt__snapshot_header_digest(dt__snapshot_header h) {
+    h.digest = 0;
+    return dt__digest(1, &h, sizeof h);
+}
+
+/* Adds the buffer, which begins at byte s->at of the file, to the digest. */
+static void dt__snapshot_add_digest(dt__snapshot_file *s, size_t bytes) {
+    s->digest += dt__elements_digest(NULL, DT_F32, s->at / 4, s->buffer, (int64_t)(bytes / 4));
+}
+
+/* Opens the snapshot `id` of a folder and reads its header. Returns 1 if the header is intact. */
+static int dt__snapshot_open(dt__snapshot_file *s, const char *dir, dt__ckpt_id id) {
+    char name[64];
+    const dt_io *io = &s->writer.io;
+    dt__snapshot_header want;
+    int end = 0;
+    dt__ckpt_name(id, name, sizeof name);
+    snprintf(s->path, sizeof s->path, "%s/%s/%s", dir, name, dt__table_file);
+    s->fd = dt__open(io, s->path, DT_IO_READ);
+    if (s->fd < 0 && !dt__io_absent()) dt__io_fail(s->t->ctx, "dt_table_load: %s", s->path);
+    if (s->fd < 0) return 0;
+    s->size = io->size(io->user, s->fd);
+    if (dt__io_transfer(io, s->fd, 0, &s->h, sizeof s->h, 0, &end) != (int64_t)sizeof s->h) {
+        if (!end) dt__io_fail(s->t->ctx, "dt_table_load: %s", s->path);
+        return 0;
+    }
+    if (memcmp(s->h.magic, dt__snapshot_magic, sizeof s->h.magic) != 0 ||
+        s->h.digest != dt__snapshot_header_digest(s->h))
+        return 0;
+    dt__snapshot_describe(s->t, &want);
+    if (s->h.seed != want.seed || s->h.name != want.name || s->h.width != want.width ||
+        s->h.dtype != want.dtype || s->h.optimizer != want.optimizer ||
+        s->h.record_bytes != want.record_bytes) {
+        dt_fail(s->t->ctx, DT_ERR_ARG,
+            "dt_table_load(%s): %s is of another table: width %d, type %s, optimizer %d, %d bytes "
+            "a "
+            "row, seed %llu",
+            dt__printable_name(s->t->desc.name).s, s->path, s->h.width,
+            dt_dtype_name((dt_dtype)s->h.dtype), s->h.optimizer, s->h.record_bytes,
+            (unsigned long long)s->h.seed);
+        return 0;
+    }
+    int64_t body = s->h.rows * s->h.record_bytes + 16 * s->h.pending + 8 * s->h.removed;
+    return s->size == (int64_t)sizeof s->h + body + 8;
+}
+
+static void dt__snapshot_close(dt__snapshot_file *s) {
+    if (s->fd >= 0) s->writer.io.close(s->writer.io.user, s->fd);
+    s->fd = -1;
+}
+
+/* ---- saving ---- */
+
+static void dt__snapshot_flush(dt__snapshot_file *s) {
+    dt__writer_write(&s->writer, s->path, s->fd, s->buffer, (int64_t)s->used, s->at);
+    dt__snapshot_add_digest(s, s->used);
+    s->at += (int64_t)s->used;
+    s->used = 0;
+}
+
+/* Returns space for the next record. */
+static char *dt__snapshot_next(dt__snapshot_file *s, size_t bytes) {
+    if (s->used + bytes > s->end) dt__snapshot_flush(s);
+    s->used += bytes;
+    return s->buffer + s->used - bytes;
+}
+
+static dt_status dt__snapshot_put_row(dt_table *t, uint64_t key, uint32_t *slot, void *arg) {
+    dt__snapshot_file *s = (dt__snapshot_file *)arg;
+    const char *notes = *slot < DT__TABLE_PENDING ? dt__table_notes(t, *slot) : NULL;
+    int64_t pushed;
+    if (!notes) return dt_error(t->ctx);
+    memcpy(&pushed, notes, sizeof pushed);
+    if (pushed < s->since) return DT_OK;
+    size_t bytes = (size_t)s->h.record_bytes;
+    char *p = dt__snapshot_next(s, bytes);
+    memset(p + bytes - 8, 0, 8); /* the padding */
+    memcpy(p, &key, 8);
+    s->h.rows++;
+    if (*slot >= DT__TABLE_SPILLED) {
+        memcpy(p + 8, notes, t->record_bytes);
+        return DT_OK;
+    }
+    memcpy(p += 8, notes, t->note_bytes);
+    memcpy(p += t->note_bytes, dt__table_values(t, *slot), t->row_bytes);
+    if (t->state_bytes > 0) memcpy(p + t->row_bytes, dt__table_state(t, *slot), t->state_bytes);
+    return DT_OK;
+}
+
+static dt_status dt__snapshot_put_pending(dt_table *t, uint64_t key, uint32_t *slot, void *arg) {
+    dt__snapshot_file *s = (dt__snapshot_file *)arg;
+    (void)t;
+    if (*slot < DT__TABLE_PENDING || (s->h.delta && !(*slot & DT__TABLE_CHANGED))) return DT_OK;
+    uint64_t count = *slot &= ~DT__TABLE_CHANGED;
+    char *p = dt__snapshot_next(s, 16);
+    memcpy(p, &key, 8);
+    memcpy(p + 8, &count, 8);
+    s->h.pending++;
+    return DT_OK;
+}
+
+/* Writes the file of a snapshot, and syncs it. */
+static void dt__snapshot_write(dt__snapshot_file *s) {
+    dt_table *t = s->t;
+    s->fd = dt__writer_create(&s->writer, s->path, 0);
+    if (s->fd < 0) return;
+    s->at = sizeof s->h;
+    dt__table_scan(t, dt__snapshot_put_row, s, 0);
+    if (t->stats.pending > 0) dt__table_scan(t, dt__snapshot_put_pending, s, 1);
+    for (int i = 0; i < t->n_removed && s->h.delta; i++, s->h.removed++)
+        memcpy(dt__snapshot_next(s, 8), &t->removed[i], 8);
+    dt__snapshot_flush(s);
+    if (dt_error(t->ctx) != DT_OK) dt__writer_fail(&s->writer, s->path, "reading spilled rows");
+    dt__writer_write(&s->writer, s->path, s->fd, &s->digest, sizeof s->digest, s->at);
+    s->h.digest = dt__snapshot_header_digest(s->h);
+    dt__writer_write(&s->writer, s->path, s->fd, &s->h, sizeof s->h, 0);
+    dt__writer_sync_close(&s->writer, s->path, s->fd);
+}
+
+/* Sets *id to the name of the next snapshot in t's folder. */
+static dt_status dt__snapshot_name(dt_table *t, const char *dir, dt__ckpt_id *id) {
+    dt__ckpt_id newest, same;
+    char name[64];
+    const dt_io *io = &t->ctx->io;
+    if (dt__newest_below(io, dir, dt__ckpt_last, &newest) != 0)
+        return dt__io_fail(t->ctx, "dt_table_save: %s", dir);
+    dt__ckpt_name(newest, name, sizeof name);
+    if (dt__ckpt_before(strcmp(dir, t->dir) == 0 ? t->newest_known : dt__ckpt_none, newest))
+        return dt_fail(t->ctx, DT_ERR_IO,
+            "dt_table_save: %s has %s already, which this table has not loaded: go on from it, or "
+            "save to another folder",
+            dir, name);
+    dt__ckpt_id next = { t->stats.clock + 1, 0 };
+    id->step = t->stats.clock;
+    id->repeat = 1;
+    if (dt__newest_below(io, dir, next, &same) != 0)
+        return dt__io_fail(t->ctx, "dt_table_save: %s", dir);
+    if (same.step == id->step) id->repeat = same.repeat + 1;
+    return DT_OK;
+}
+
+/* Makes the folder of snapshots if it is missing, and removes what a killed job has left in it. */
+static void dt__snapshot_folder(dt__snapshot_file *s, const char *dir) {
+    const dt_io *io = &s->writer.io;
+    dt__tmp_sweep sweep = { io, dir };
+    if (dt__io_exists(io, dir))
+        io->list_folder(io->user, dir, dt__tmp_sweep_one, &sweep);
+    else if (dt__io_absent() && dt__writer_make_folder(&s->writer, dir))
+        dt__writer_sync_parent(&s->writer, dir, EACCES);
+}
+
+static dt_status dt__snapshot_save(dt__snapshot_file *s, const char *dir) {
+    dt_table *t = s->t;
+    const dt_host *host = dt_ctx_host(t->ctx);
+    dt__ckpt_id id;
+    char name[64], final[DT__PATH_BYTES + 64];
+    dt__snapshot_folder(s, dir);
+    if (dt__writer_check(t->ctx, &s->writer, "dt_table_save") != DT_OK ||
+        dt__snapshot_name(t, dir, &id) != DT_OK)
+        return dt_error(t->ctx);
+    uint64_t now = (uint64_t)(host->now(host->user) * 1e6) * 2654435761u;
+    dt__ckpt_name(id, name, sizeof name);
+    snprintf(final, sizeof final, "%s/%s", dir, name);
+    snprintf(s->folder, sizeof s->folder, "%s.%06x.tmp", final,
+        (unsigned)((now ^ (uint64_t)getpid() * 40503u) >> 4 & 0xffffff));
+    snprintf(s->path, sizeof s->path, "%s/%s", s->folder, dt__table_file);
+    int made = dt__writer_make_folder(&s->writer, s->folder);
+    if (made) dt__snapshot_write(s);
+    dt__writer_sync_folder(&s->writer, s->folder, 0);
+    dt__writer_rename(&s->writer, s->folder, final, 0);
+    if (dt__writer_check(t->ctx, &s->writer, "dt_table_save") != DT_OK) {
+        if (made) dt__ckpt_remove(&s->writer.io, s->folder);
+        return dt_error(t->ctx);
+    }
+    t->saved = id;
+    if (dt__ckpt_before(t->newest_known, id) || strcmp(dir, t->dir) != 0) t->newest_known = id;
+    t->saved_clock = t->stats.clock;
+    t->n_removed = 0;
+    memcpy(t->dir, dir, strlen(dir) + 1);
+    return DT_OK;
+}
+
+/* Checks the folder's name and the io table, and allocates the buffer of a snapshot. */
+static dt_status dt__snapshot_begin(
+    dt__snapshot_file *s, dt_table *t, const char *func, const char *dir, char *copy) {
+    dt_io *io = &s->writer.io;
+    memset(s, 0, sizeof *s);
+    if (dt__table_usable(t) != DT_OK) return t ? dt_error(t->ctx) : DT_ERR_ARG;
+    s->t = t;
+    s->fd = -1;
+    *io = *dt_ctx_io(t->ctx);
+    dt__snapshot_describe(t, &s->h);
+    if (!io->make_folder || !io->list_folder || !io->remove_folder)
+        return dt_fail(t->ctx, DT_ERR_UNSUPPORTED,
+            "%s: the io table has no folders: make, list and remove_folder", func);
+    if (!dir) return dt_fail(t->ctx, DT_ERR_ARG, "%s: dir is NULL", func);
+    if (dt__copy_dir(t->ctx, func, copy, dir) != DT_OK) return dt_error(t->ctx);
+    s->end = DT__SNAPSHOT_BUFFER + dt__snapshot_record(t);
+    s->buffer = (char *)dt_alloc(t->ctx, DT_MEM_HOST, s->end, "a snapshot");
+    return dt_error(t->ctx);
+}
+
+static void dt__snapshot_end(dt__snapshot_file *s) {
+    if (s->t && s->buffer)
+        dt_free(s->t->ctx, DT_MEM_HOST, s->buffer, DT__SNAPSHOT_BUFFER + dt__snapshot_record(s->t));
+}
+
+/* Keeps the newest `keep` bases with their deltas, and removes older snapshots. */
+static void dt__snapshot_keep(dt__snapshot_file *s, const char *dir, int keep) {
+    const dt_io *io = &s->writer.io;
+    dt__ckpt_id at = dt__ckpt_last;
+    char name[64], base[DT__PATH_BYTES + 64];
+    for (int bases = 0; bases < keep;) {
+        if (dt__newest_below(io, dir, at, &at) != 0 || at.step < 0) return;
+        bases += dt__snapshot_open(s, dir, at) && !s->h.delta;
+        dt__snapshot_close(s);
+    }
+    dt__ckpt_name(at, name, sizeof name);
+    snprintf(base, sizeof base, "%s/%s", dir, name);
+    dt__ckpt_remove_old(io, base, 1);
+}
+
+dt_status dt_table_save(dt_table *t, const char *dir, dt_table_save_desc d) {
+    int delta = d.delta;
+    dt__snapshot_file s;
+    char copy[DT__PATH_BYTES];
+    dt_status status = dt__snapshot_begin(&s, t, "dt_table_save", dir, copy);
+    if (status != DT_OK) return status;
+    if (delta && (t->saved.step < 0 || strcmp(t->dir, copy) != 0))
+        dt_fail(t->ctx, DT_ERR_ARG,
+            "dt_table_save(%s): a delta needs a base, saved to or loaded from %s before",
+            dt__printable_name(t->desc.name).s, copy);
+    s.h.delta = delta != 0;
+    s.h.clock = t->stats.clock;
+    s.h.shrinks = t->shrinks;
+    s.h.step = delta ? t->saved.step : -1;
+    s.h.repeat = delta ? t->saved.repeat : 0;
+    s.since = delta ? t->saved_clock : INT64_MIN;
+    if (dt_error(t->ctx) == DT_OK && dt__snapshot_save(&s, copy) == DT_OK && !delta && d.keep > 0)
+        dt__snapshot_keep(&s, copy, d.keep);
+    dt__snapshot_end(&s);
+    return dt_error(t->ctx);
+}
+
+/* ---- loading ---- */
+
+/* Sets the range of the file that dt__snapshot_get reads next. */
+static void dt__snapshot_seek(dt__snapshot_file *s, int64_t at, int64_t bytes) {
+    s->at = at;
+    s->size = at + bytes;
+    s->used = s->end = 0;
+}
+
+/* Returns the next record of the range; NULL at its end, or after a failure. */
+static const char *dt__snapshot_get(dt__snapshot_file *s, size_t bytes) {
+    int end = 0;
+    if (s->used == s->end) {
+        int64_t left = s->size - s->at, most = DT__SNAPSHOT_BUFFER / (int64_t)bytes;
+        int64_t n = (most > 0 ? most : 1) * (int64_t)bytes;
+        n = n < left ? n : left;
+        if (n <= 0) return NULL;
+        if (dt__io_transfer(&s->writer.io, s->fd, 0, s->buffer, n, s->at, &end) != n) {
+            if (end) errno = DT__SHORTER;
+            dt__io_fail(s->t->ctx, "dt_table_load: %s", s->path);
+            return NULL;
+        }
+        dt__snapshot_add_digest(s, (size_t)n);
+        s->at += n;
+        s->used = 0;
+        s->end = (size_t)n;
+    }
+    s->used += bytes;
+    return s->buffer + s->used - bytes;
+}
+
+/* Returns the slot of a key that a load sets; makes it if it is missing. NULL on failure. */
+static uint32_t *dt__snapshot_slot(dt_table *t, uint64_t key, int pending) {
+    uint64_t hash = dt__table_hash(key);
+    if (dt__table_make_room(t, 1) != DT_OK) return NULL;
+    uint32_t *slot = dt__table_find(t, key, hash), row = DT__TABLE_PENDING;
+    int spilled = slot && *slot >= DT__TABLE_SPILLED && *slot < DT__TABLE_PENDING;
+    if (spilled && dt__table_fetch(t, slot) == DT__TABLE_EMPTY) return NULL;
+    if (slot && (*slot >= DT__TABLE_PENDING) == pending) return slot;
+    if (slot) dt__table_remove(t, key, slot);
+    if (!pending && (row = dt__table_new_row(t)) == DT__TABLE_EMPTY) return NULL;
+    if (pending) t->stats.pending++;
+    return dt__table_insert(t, key, hash, row);
+}
+
+/* Sets the row of a record; `decays` multiplications of its statistics are outstanding. */
+static dt_status dt__snapshot_set_row(dt_table *t, const char *p, int64_t decays) {
+    uint64_t key;
+    memcpy(&key, p, 8);
+    uint32_t *slot = dt__snapshot_slot(t, key, 0);
+    if (!slot) return dt_error(t->ctx);
+    memcpy(dt__table_clock(t, *slot), p += 8, t->note_bytes);
+    memcpy(dt__table_values(t, *slot), p += t->note_bytes, t->row_bytes);
+    if (t->state_bytes > 0) memcpy(dt__table_state(t, *slot), p + t->row_bytes, t->state_bytes);
+    float *shows = t->desc.threshold > 0 ? dt__table_shows(t, *slot) : NULL;
+    for (; decays > 0 && shows && (shows[0] != 0 || shows[1] != 0); decays--) {
+        shows[0] *= (float)t->desc.decay;
+        shows[1] *= (float)t->desc.decay;
+    }
+    return DT_OK;
+}
+
+/* Compares the digest of the file that is open. Returns 1 if it is intact. */
+static int dt__snapshot_verify(dt__snapshot_file *s) {
+    uint64_t digest = 0;
+    int end = 0;
+    int64_t size = s->size, body = size - (int64_t)sizeof s->h - 8;
+    s->digest = 0;
+    dt__snapshot_seek(s, sizeof s->h, body);
+    while (dt__snapshot_get(s, 8)) s->used = s->end; /* piece by piece */
+    dt__io_transfer(&s->writer.io, s->fd, 0, &digest, 8, size - 8, &end);
+    return digest == s->digest && dt_error(s->t->ctx) == DT_OK;
+}
+
+/* Applies the snapshot that is open to the table. */
+static dt_status dt__snapshot_apply(
+    dt__snapshot_file *s, const dt_table_load_desc *d, int64_t shrinks) {
+    dt_table *t = s->t;
+    int64_t rows = sizeof s->h, pending = rows + s->h.rows * s->h.record_bytes,
+            removed = pending + 16 * s->h.pending;
+    uint64_t key, count;
+    const char *p;
+    /* a key may have been removed and then made again */
+    dt__snapshot_seek(s, removed, 8 * s->h.removed);
+    while ((p = dt__snapshot_get(s, 8)) != NULL) {
+        memcpy(&key, p, 8);
+        uint32_t *slot = dt__table_find(t, key, dt__table_hash(key));
+        if (slot && (!d->owns || d->owns(key, d->user))) dt__table_remove(t, key, slot);
+    }
+    dt__snapshot_seek(s, rows, pending - rows);
+    while ((p = dt__snapshot_get(s, (size_t)s->h.record_bytes)) != NULL) {
+        memcpy(&key, p, 8);
+        if (d->owns && !d->owns(key, d->user)) continue;
+        if (dt__snapshot_set_row(t, p, shrinks - s->h.shrinks) != DT_OK) break;
+    }
+    dt__snapshot_seek(s, pending, removed - pending);
+    while ((p = dt__snapshot_get(s, 16)) != NULL) {
+        memcpy(&key, p, 8);
+        memcpy(&count, p + 8, 8);
+        if (d->owns && !d->owns(key, d->user)) continue;
+        uint32_t *slot = dt__snapshot_slot(t, key, 1);
+        if (!slot) break;
+        *slot = (uint32_t)count | DT__TABLE_PENDING;
+    }
+    return dt_error(t->ctx);
+}
+
+/* Lists the chain from the snapshot `id` back to its base. Returns its length; 0 if a part of it is
+   damaged. s->h is then the base's header, and *newest that of `id`. */
+static int dt__snapshot_chain(dt__snapshot_file *s, const char *dir, dt__ckpt_id id,
+    dt__ckpt_id *ids, dt__snapshot_header *newest) {
+    for (int n = 0; n < DT__SNAPSHOT_CHAIN;) {
+        int good = dt__snapshot_open(s, dir, id) && dt__snapshot_verify(s);
+        dt__snapshot_close(s);
+        if (!good) return 0;
+        if (n == 0) *newest = s->h;
+        ids[n++] = id;
+        if (!s->h.delta) return n;
+        dt__ckpt_id before = { s->h.step, s->h.repeat };
+        if (!dt__ckpt_before(before, id)) return 0;
+        id = before;
+    }
+    return 0;
+}
+
+/* Loads the chain that ends in the snapshot `id`. Returns 1 if it is intact. */
+static int dt__snapshot_load(
+    dt__snapshot_file *s, const char *dir, dt__ckpt_id id, const dt_table_load_desc *d) {
+    dt_table *t = s->t;
+    dt__snapshot_header newest;
+    size_t bytes = DT__SNAPSHOT_CHAIN * sizeof id;
+    dt__ckpt_id *ids = (dt__ckpt_id *)dt_alloc(t->ctx, DT_MEM_HOST, bytes, "a chain of snapshots");
+    int n = ids ? dt__snapshot_chain(s, dir, id, ids, &newest) : 0, good = n > 0;
+    if (good && !d->merge) dt__table_clear(t);
+    while (good && n-- > 0) {
+        good =
+            dt__snapshot_open(s, dir, ids[n]) && dt__snapshot_apply(s, d, newest.shrinks) == DT_OK;
+        dt__snapshot_close(s);
+    }
+    dt_free(t->ctx, DT_MEM_HOST, ids, bytes);
+    if (!good) return 0;
+    if (newest.clock > t->stats.clock || !d->merge) t->stats.clock = newest.clock;
+    t->shrinks = newest.shrinks;
+    if (!d->merge && !d->owns) t->saved = id;
+    t->saved_clock = newest.clock;
+    memcpy(t->dir, dir, strlen(dir) + 1);
+    return 1;
+}
+
+int64_t dt_table_load(dt_table *t, const char *dir, dt_table_load_desc d) {
+    dt__snapshot_file s;
+    char copy[DT__PATH_BYTES], name[64];
+    if (dt__snapshot_begin(&s, t, "dt_table_load", dir, copy) != DT_OK) return -1;
+    dt__ckpt_id at = dt__ckpt_last, newest = dt__ckpt_none;
+    int64_t removed = t->stats.removed;
+    int found = 0;
+    t->saved = dt__ckpt_none; /* a load notes no removed keys */
+    t->n_removed = 0;
+    if (dt__newest_below(&s.writer.io, copy, at, &newest) != 0 && !dt__io_absent())
+        dt__io_fail(t->ctx, "dt_table_load: %s", copy);
+    if (d.before > 0) at.step = d.before, at.repeat = 0;
+    while (!found && newest.step >= 0 && dt_error(t->ctx) == DT_OK) {
+        if (dt__newest_below(&s.writer.io, copy, at, &at) != 0)
+            dt__io_fail(t->ctx, "dt_table_load: %s", copy);
+        if (at.step < 0) break;
+        found = dt__snapshot_load(&s, copy, at, &d);
+        dt__ckpt_name(at, name, sizeof name);
+        if (!found && dt_error(t->ctx) == DT_OK)
+            dt_log(t->ctx, DT_LOG_NOTICE,
+                "dt_table_load: %s/%s or a snapshot that it needs is damaged", copy, name);
+    }
+    t->stats.removed = removed;
+    if (found) t->newest_known = newest;
+    dt__snapshot_end(&s);
+    return found && dt_error(t->ctx) == DT_OK ? t->stats.clock : -1;
+}
 
 #ifdef __cplusplus
 }

@@ -151,6 +151,11 @@ static dt_zero *the_zero(pick *p) {
     return dt_zero_make(the_ctx(p), desc);
 }
 
+static dt_table *the_table(pick *p) {
+    dt_table_desc desc = { .name = "t", .width = 2, .optimizer = (int)(next_random(p) % 5) };
+    return dt_table_make(the_ctx(p), desc);
+}
+
 static dt_weights *the_weights(pick *p) {
     dt_shape shape = DT_SHAPE(2, 2);
     dt_weights_desc desc;
@@ -171,6 +176,7 @@ static void *handle_of(pick *p, const char *type, const char *name) {
     if (!strcmp(type, "dt_comm")) return dt_world(the_ctx(p));
     if (!strcmp(type, "dt_tensor")) return the_tensor(p, name);
     if (!strcmp(type, "dt_zero")) return the_zero(p);
+    if (!strcmp(type, "dt_table")) return the_table(p);
     if (!strcmp(type, "dt_weights")) return the_weights(p);
     if (!strcmp(type, "dt_io")) return (void *)dt_io_default();
     if (!strcmp(type, "dt_json"))

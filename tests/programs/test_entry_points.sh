@@ -65,11 +65,11 @@ END
         n = split("char int unsigned int8_t uint8_t int32_t uint32_t int64_t uint64_t size_t uintptr_t double float " \
                   enums, all, " ")
         for (i = 1; i <= n; i++) number[all[i]] = 1
-        n = split("dt_ctx dt_comm dt_tensor dt_node dt_zero dt_weights dt_io dt_json dt_work dt_team dt_checkpoint " \
+        n = split("dt_ctx dt_comm dt_tensor dt_node dt_zero dt_table dt_weights dt_io dt_json dt_work dt_team dt_checkpoint " \
                   "dt_cp dt_routing dt_schedule dt_sampler dt_text", all, " ")
         for (i = 1; i <= n; i++) handle[all[i]] = 1
         n = split("dt_ctx_free dt_comm_detach dt_team_free dt_ctx_attach dt_comm_attach dt_checkpoint_close " \
-                  "dt_zero_free dt_json_free dt_text_close dt_weights_close dt_dry_begin", all, " ")
+                  "dt_zero_free dt_table_free dt_json_free dt_text_close dt_weights_close dt_dry_begin", all, " ")
         for (i = 1; i <= n; i++) consumes[all[i]] = 1
         n = split("dt_ctx_attach dt_free dt_unpin dt_listen dt_unlisten", all, " ")
         for (i = 1; i <= n; i++) owns[all[i]] = 1
