@@ -239,12 +239,13 @@ static dt_status run_rank(dt_ctx *ctx, void *user) {
         if (dt_ctx_rank(ctx) == 0) r->loss[step] = sum;
         dt_zero_step(zero, 1e-2);
     }
+    /* before the next forward, which returns gradients that lie in memory of activations */
+    if (dt_ctx_rank(ctx) == 0)
+        for (int i = 0; i < 3; i++) r->bytes[i] = dt_memory_used(ctx).live[DT_MEM_PARAMS + i];
     double last = dt_item(step_loss(&m, &mesh, 0, ids, T));
     dt_sum_doubles(mesh.data, &last, 1);
     dt_reset(ctx);
     if (dt_ctx_rank(ctx) == 0) r->last = last;
-    if (dt_ctx_rank(ctx) == 0)
-        for (int i = 0; i < 3; i++) r->bytes[i] = dt_memory_used(ctx).live[DT_MEM_PARAMS + i];
     if (r->export_as == EXPORT_ADAPTER) gpt_lora_export(&m, zero, r->folder, base_folder);
     if (r->export_as == EXPORT_MERGED && gpt_lora_merge(&m) == DT_OK)
         gpt_export(&m, zero, r->folder);
