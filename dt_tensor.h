@@ -1375,8 +1375,10 @@ struct dt_tensor { /* your code may read and print a tensor; only ops write it *
     void *data;
     /* The gradient: memory like `data`, but in f32 for a bf16 or f16 parameter. dt_backward sets
        the gradient of parameters and dt_require_grad tensors, except of parameters at ZeRO-2 and
-       ZeRO-3, where a rank keeps only a shard of the gradient (dt_zero_grad). The gradient of any
-       other tensor is valid only until the backward of its op. */
+       ZeRO-3, where a rank keeps only a shard of the gradient (dt_zero_grad). With dt_zero a
+       parameter's gradient is valid until the next step's first dt_block: do not keep the pointer,
+       which may be NULL or another one after that. The gradient of any other tensor is valid only
+       until the backward of its op. */
     void *grad;
     dt_shape shape; /* local shape, that of this rank's slice */
     dt_dtype dtype;
@@ -1624,7 +1626,9 @@ struct dt_bucket {
     void *grad;
     size_t grad_offset, grad_count;
     int grad_offloaded;
-    int grad_borrows; /* 1: with one micro-batch a step, grad may be lent by arenas (section 15) */
+    /* grad_borrows 1: grad may lie in unused memory of a block's arena, if the step has one
+       micro-batch (section 15); grad_borrowed 1: it does */
+    int grad_borrows, grad_borrowed;
     /* (padded) this micro-batch's gradient, until it has been added to grad; may be the same memory
        as grad. When complete it is rounded to sum_dtype */
     void *micro_grad;
@@ -3286,7 +3290,7 @@ struct dt_ctx {
 };
 
 /* Updates the memory counters: sign is +1 for an allocation, -1 for a free. No other function
-   changes the counters. */
+   changes the counters of bytes. */
 static void dt__account(dt_ctx *ctx, dt_mem mem, size_t bytes, int sign) {
     dt_memory *m = &ctx->memory;
     if (sign < 0) {
@@ -4397,7 +4401,9 @@ static dt_status dt__grad_sum_alloc(dt_ctx *ctx, dt_bucket *bucket) {
     int published = bucket->grad_count == bucket->padded && bucket->sum_dtype == bucket->grad_dtype;
     int borrows = published && bucket->grad_borrows && ctx->micro_count == 1;
     if (bucket->grad || bucket->grad_offloaded) return ctx->status;
+    /* borrowed memory is not zeroed: the only micro-batch writes every element */
     if (borrows && (bucket->grad = dt__unused_take(ctx, bytes))) {
+        bucket->grad_borrowed = 1;
         dt__account(ctx, DT_MEM_ACTS, bytes, -1);
         dt__account(ctx, DT_MEM_GRADS, bytes, +1);
     } else if (!(bucket->grad = dt_alloc(ctx, DT_MEM_GRADS, bytes, "gradients")) ||
@@ -4413,24 +4419,24 @@ static dt_status dt__grad_sum_alloc(dt_ctx *ctx, dt_bucket *bucket) {
 /* Frees the memory of a bucket's gradient, or ends its use of a buffer. */
 static void dt__grad_sum_free(dt_ctx *ctx, dt_bucket *bucket) {
     size_t bytes = bucket->grad_count * dt_dtype_size(bucket->sum_dtype);
-    int borrowed = dt__buffer_of(ctx, bucket->grad) != NULL && !bucket->grad_offloaded;
-    if (borrowed || bucket->grad_offloaded)
+    if (bucket->grad_borrowed || bucket->grad_offloaded)
         dt__buffer_release(ctx, bucket->grad);
     else
         dt_free(ctx, DT_MEM_GRADS, bucket->grad, bytes);
-    if (borrowed) dt__account(ctx, DT_MEM_GRADS, bytes, -1);
-    if (borrowed) dt__account(ctx, DT_MEM_ACTS, bytes, +1);
+    if (bucket->grad_borrowed) dt__account(ctx, DT_MEM_GRADS, bytes, -1);
+    if (bucket->grad_borrowed) dt__account(ctx, DT_MEM_ACTS, bytes, +1);
     for (int i = 0; i < bucket->n_params; i++) ctx->params[bucket->first_param + i]->grad = NULL;
     bucket->grad = NULL;
+    bucket->grad_borrowed = 0;
 }
 
 /* Returns memory for a bucket's gradient of this micro-batch in the given type: `grad` itself if it
    is as large, of this type, and holds no sum yet; else a buffer. */
 static void *dt__micro_grad_acquire(dt_ctx *ctx, dt_bucket *bucket, dt_dtype dtype) {
-    int lent = bucket->grad && bucket->grad_count == bucket->padded && bucket->micros == 0 &&
-               bucket->sum_dtype == dtype;
-    return lent ? bucket->grad
-                : dt__buffer_acquire(ctx, DT_MEM_COMM, bucket->padded * dt_dtype_size(dtype));
+    int uses_grad = bucket->grad && bucket->grad_count == bucket->padded && bucket->micros == 0 &&
+                    bucket->sum_dtype == dtype;
+    return uses_grad ? bucket->grad
+                     : dt__buffer_acquire(ctx, DT_MEM_COMM, bucket->padded * dt_dtype_size(dtype));
 }
 
 /* Provides memory to which ops write a bucket's gradient of this micro-batch. Each micro-batch's
@@ -4550,8 +4556,15 @@ static void dt__params_free(dt_ctx *ctx) {
 
    A buffer holds the data of one tensor that is dropped before its block's arena is reset, a
    bucket's gradient of one micro-batch, a bucket's gathered values, or the chunk of a block. All
-   buffers come from one pool. In the backward the memory of a pre-activation in a block's chunk is
-   soon unused. It is lent to the gradients of the parameters of earlier layers, until their update.
+   buffers come from one pool.
+
+   Lending. In the backward a linear op uses its pre-activation for the last time, but the block's
+   chunk is free only at the reset. Until then, and until the first block of the next step's
+   forward, gradients of parameters of layers whose backward comes later may lie there; likewise
+   where a gated unit's gradient has overwritten its input. Only dt_zero at stages 0 and 1 with one
+   micro-batch a step asks for it.
+
+       chunk of block l:  | x | pre-activation of l:  free ... | dw of block l - 1 | y |
 
    Steady memory: a step that makes the requests of the step before, in the same order, gets the
    same buffers and allocates nothing. So the memory of the second step is that of every later step,
@@ -4770,7 +4783,7 @@ static void dt__buffer_free(dt_ctx *ctx, void *data) {
     dt__buffer_release(ctx, data);
 }
 
-/* Lends `bytes` bytes of the first unused memory that has so many. Returns NULL if none has. The
+/* Lends `bytes` bytes of the first unused region that is larger. Returns NULL if none is. The
    borrower ends its use of the arena's buffer with dt__buffer_release. */
 static void *dt__unused_take(dt_ctx *ctx, size_t bytes) {
     for (dt__buffer *s = ctx->buffers; s < ctx->buffers + ctx->n_buffers; s++) {
@@ -5057,12 +5070,16 @@ static void dt__flows_arrive(dt_ctx *ctx) {
     ctx->arriving = NULL;
 }
 
-/* Lends p, the memory of t's data in its block's arena, to gradients of parameters. The arena of a
-   recomputed block, which the next block needs, is no buffer and lends nothing. */
+/* Lends p, the memory of t's data in its block's arena, to gradients of parameters. A buffer
+   remembers only its largest unused region. The arena of a recomputed block, which the next block
+   needs, does not come from the pool of buffers and lends nothing; nor does a tensor whose size
+   depends on the data, because no choice may depend on it. */
 static void dt__data_lend(const dt_tensor *t, void *p) {
     dt__buffer *s = dt__buffer_of(t->ctx, p);
     size_t bytes = dt__reserved_bytes(t);
-    if (DT__ASAN || t->block == t->ctx->root || !s || bytes <= s->unused_bytes) return;
+    if (DT__ASAN || t->block == t->ctx->root || !s || bytes <= s->unused_bytes ||
+        !dt__has_buffer(t))
+        return;
     s->unused = (char *)p;
     s->unused_bytes = bytes;
 }
@@ -7844,8 +7861,10 @@ static dt_status dt__linear_back(dt_node *n) {
     dt_matmul_args dx = { .dtype = x->dtype, .n = s.in, .k = s.out },
                    dw = { .dtype = x->dtype, .m = s.out, .n = s.in, .trans_a = 1 };
     dt_sum_args db = { .dtype = x->dtype, .outer = 1, .inner = (size_t)s.out, .scale = 1 };
-    /* 1 if no weight half follows, which reads the output's gradient */
-    int complete = (!w->needs_grad || dt_wants(n, 1)) && (!b || !b->needs_grad || dt_wants(n, 2));
+    /* 1 if no weight half follows that must still read the output's gradient; x may be a parameter
+       too */
+    int complete = (!w->needs_grad || dt_wants(n, 1)) && (!b || !b->needs_grad || dt_wants(n, 2)) &&
+                   (!x->needs_grad || dt_wants(n, 0));
     /* these read the whole gradient before the first product does */
     if ((pre || saved->rows) && dt__flow_arrive(ctx, n->out->grad_flow) != DT_OK)
         return dt_error(ctx);
@@ -10071,8 +10090,9 @@ dt_tensor *dt_rope(dt_tensor *x, dt_tensor *positions, dt_rope_desc desc) {
         return NULL;
     }
     if (desc.theta != 0 && !(desc.theta >= 1 && desc.theta < HUGE_VAL)) {
-        dt_fail(
-            ctx, DT_ERR_ARG, "dt_rope(%s): theta %g is below 1 or no number", x->name, desc.theta);
+        dt_fail(ctx, DT_ERR_ARG,
+            "dt_rope(%s): theta %g; it must be finite and at least 1, or 0 for 10000", x->name,
+            desc.theta);
         return NULL;
     }
     if (!dt__rope_scaling_fits(x, desc.scaling)) return NULL;
@@ -14300,7 +14320,7 @@ DT__FN void DT__K(row_micro_kernel)(int64_t terms, const DT__REAL *a, int64_t st
         int64_t bytes, DT__REAL *tile) { \
         const dt__word *x = (const dt__word *)a; \
         const DT__REAL *col[32]; \
-        DT__REAL last[17][16] = { { 0 } }; \
+        DT__REAL last[17][16]; \
         __m512 t[16], sum = DT__ZERO, second = DT__ZERO; \
         int64_t blocks = bytes / 64, rest = bytes % 64, pieces = (blocks + 7) / 8, run = 0; \
         int64_t width = cols > 16 ? 32 : 16; \
@@ -14326,6 +14346,7 @@ DT__FN void DT__K(row_micro_kernel)(int64_t terms, const DT__REAL *a, int64_t st
         DT__STORE(tile + 16, second); \
         /* the rest, less than a block, is copied: a load would read past the columns */ \
         for (int64_t j = 0; rest > 0 && j < cols; j += 16) { \
+            memset(last, 0, sizeof last); /* the last word may be half a pair */ \
             for (int i = 0; i < 16; i++) \
                 memcpy(last[i], col[j + i] + 16 * blocks, (size_t)rest), col[i] = last[i]; \
             memcpy(last[16], a + 16 * blocks, (size_t)rest); \

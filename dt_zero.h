@@ -1333,7 +1333,7 @@ static void dt__zero_on_shard(dt_bucket *bucket, void *user) {
         bucket->sum_dtype = bucket->dtype;
     /* tied gradients stay in memory, because another pipeline stage adds to them later */
     bucket->grad_offloaded = dt__grads_on_disk(zero) && !bucket->frozen && !z->tied_group;
-    bucket->grad_borrows = !stage->shard_params && !z->tied_group; /* dt__zero_on_forward */
+    bucket->grad_borrows = !stage->shard_params && !z->tied_group; /* ends in dt__zero_on_forward */
 }
 
 /* Allocates the optimizer state of a bucket. */
@@ -2662,14 +2662,13 @@ static void dt__zero_on_enter(dt_ctx *ctx, const dt_event *event, void *user) {
     zero->current_phase = event->phase == DT_BACKWARD_WEIGHT ? DT__IN_WEIGHT_HALF : DT__IN_BACKWARD;
 }
 
-/* At stages 0 to 2: before a block's forward takes memory for activations, the gradients of the
-   last step give back the memory that they have borrowed from the arenas. */
+/* Before a block's forward takes memory for activations, the gradients of the last step give back
+   the memory that they have borrowed from the arenas. */
 static void dt__zero_on_forward(dt_ctx *ctx, const dt_event *event, void *user) {
     dt_zero *zero = (dt_zero *)user;
     for (int u = 0; u < zero->n_buckets && event->phase == DT_FORWARD; u++) {
         dt_bucket *bucket = &zero->buckets[u].bucket;
-        if (bucket->grad_borrows && bucket->grad_state == DT_GRAD_EMPTY &&
-            dt__buffer_of(ctx, bucket->grad))
+        if (bucket->grad_borrowed && bucket->grad_state == DT_GRAD_EMPTY)
             dt__grad_sum_free(ctx, bucket);
     }
 }

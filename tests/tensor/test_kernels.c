@@ -277,6 +277,7 @@ static void product_bits(dt_dtype type, int isa, int64_t M, int64_t N, int64_t K
     void *bias = noise_array(type, (size_t)N, 3);
     for (int64_t i = 0; kind & 8 && i < M * K; i++) put(a, type, i, ldexp(1.4, 60 - (int)i % 195));
     for (int64_t i = 0; kind & 8 && i < N * K; i++) put(b, type, i, ldexp(-1, 60 - (int)i % 195));
+    if (kind & 16) put(b, type, (kind & 2 ? K : 1) + 1, HUGE_VAL); /* in column 1 or 2 */
     dt_matmul_args all = { .dtype = type,
         .c = whole,
         .a = a,
@@ -2356,6 +2357,8 @@ static void products_by(dt_dtype type, int isa) {
     for (int kind = 8; kind < 12; kind++) product_bits(type, isa, 200, 233, 1, kind);
     product_bits(type, isa, 9, 25, 19, 2); /* rows of 32 columns at a time: B is small */
     product_bits(type, isa, 9, 25, 35, 2);
+    /* an infinity stays in its column, also of an odd K, whose last pair is half empty */
+    for (int k = 3; k < 40; k += 2) product_bits(type, isa, 9, 32, k, 18);
     product_bits(type, isa, 461, 37, 600, 6);
     product_bits(type, isa, 15, 541, 520, 6);
     product_bits(type, isa, 29, 35, 1601, 6);

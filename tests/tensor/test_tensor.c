@@ -2508,29 +2508,40 @@ static void transient_gradient_stays(void) {
     CHECK(memcmp(seen[0], seen[1], sizeof seen[0]) == 0);
 }
 
+typedef struct sr_graph {
+    dt_tensor *w, *p; /* p: NULL, or a parameter that the linear op multiplies by a frozen w */
+} sr_graph;
+
 static dt_tensor *sr_block(dt_tensor *x, void *user) {
+    const sr_graph *g = (const sr_graph *)user;
     dt_linear_desc desc = { .residual = dt_gelu(x) };
-    return dt_gelu(dt_linear_at(dt_gelu(x), (dt_tensor *)user, NULL, desc));
+    return dt_gelu(dt_linear_at(g->p ? g->p : dt_gelu(x), g->w, NULL, desc));
 }
 
 /* The residual of an op takes over the gradient of the op's output, which has a buffer of its own,
    only if no weight half follows. */
-static void split_residual_gradient(void) {
-    double seen[2][32 * 8 + 8 * 8];
+static void split_residual_gradient(int by_parameter) {
+    double seen[2][2 * 32 * 8] = { { 0 } };
     for (int split = 0; split < 2; split++) {
         meter m = METER;
         dt_ctx *ctx = open_ctx(&m);
-        dt_tensor *w =
-            dt_param_at(ctx, "w", DT_SHAPE(8, 8), DT_NORMAL(1), (dt_param_desc){ .dtype = DT_F64 });
+        sr_graph g = { .w = dt_param_at(ctx, "w", DT_SHAPE(8, 8), DT_NORMAL(1),
+                           (dt_param_desc){ .dtype = DT_F64, .frozen = by_parameter }) };
+        if (by_parameter)
+            g.p = dt_param_at(
+                ctx, "p", DT_SHAPE(32, 8), DT_NORMAL(1), (dt_param_desc){ .dtype = DT_F64 });
         dt_tensor *x = dt_require_grad(noise_input(ctx, DT_F64, DT_SHAPE(32, 8), 2, 1));
-        dt_tensor *loss = weigh(dt_block(ctx, sr_block, x, w), NULL);
+        dt_tensor *loss = weigh(dt_block(ctx, sr_block, x, &g), NULL);
+        const dt_tensor *trained = by_parameter ? g.p : g.w;
         if (split)
             CHECK(dt_backward_input(loss) == DT_OK && dt_backward_weight(loss) == DT_OK);
         else
             CHECK(dt_backward(loss) == DT_OK);
         if (x->grad) memcpy(seen[split], x->grad, 32 * 8 * sizeof(double));
-        if (w->grad) memcpy(seen[split] + 32 * 8, w->grad, 8 * 8 * sizeof(double));
-        CHECK(x->grad && w->grad && ((double *)w->grad)[5] != 0);
+        if (trained->grad)
+            memcpy(seen[split] + 32 * 8, trained->grad,
+                (size_t)dt_count(trained->shape) * sizeof(double));
+        CHECK(x->grad && trained->grad && seen[split][32 * 8 + 5] != 0);
         close_good(ctx, &m, "residual of a split backward");
     }
     CHECK(memcmp(seen[0], seen[1], sizeof seen[0]) == 0);
@@ -2890,7 +2901,8 @@ static void test_recompute(void) {
     ng_transient_dropped();
     growing_transients();
     transient_gradients();
-    split_residual_gradient();
+    split_residual_gradient(0);
+    split_residual_gradient(1);
     transient_gradient_stays();
     ng_features();
     rc_no_input();
