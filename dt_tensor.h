@@ -13115,7 +13115,7 @@ enum {
     DT__C_PANELS = 20,
     /* Most steps of K and columns in a block of a thin product, whose rows are one panel of A. If
        B is transposed, a panel of B stays in L1 until it is multiplied. Otherwise a block reads a
-       few rows of B along their whole length, as the memory prefers. */
+       few rows of B along their whole length, which the processor's prefetchers follow. */
     DT__THIN_KC_TRANSPOSED = 64,
     DT__THIN_KC = 32,
     DT__THIN_NC = 1024
@@ -13919,8 +13919,8 @@ DT__FN_INLINE DT__REAL DT__K(logistic_slope)(DT__REAL e) { return e / ((1 + e) *
 
 /* Returns s = 1 / (1 + e^-u), the factor of a gated function x s, and the function's slope
    s + x s (1 - s) u'. u has the sign of x. s (1 - s) is computed from e, because the difference
-   1 - s has too few digits where s is close to 1. An infinite x times zero would be NaN, so x is
-   limited to a size `most` at which s is exactly 0 or 1. */
+   1 - s has too few digits where s is close to 1. An infinite x times zero would be NaN, so
+   callers limit x to a size at which s is exactly 0 or 1 in f32. */
 DT__FN_INLINE DT__REAL DT__K(gated)(DT__REAL x, DT__REAL e, DT__REAL du, DT__REAL *slope) {
     DT__REAL inverse = 1 / (1 + e), s = (x < 0 ? e : 1) * inverse;
     *slope = DT__FMA(x * du, e * inverse * inverse, s);
@@ -13928,7 +13928,7 @@ DT__FN_INLINE DT__REAL DT__K(gated)(DT__REAL x, DT__REAL e, DT__REAL du, DT__REA
 }
 
 /* Returns condition ? a : b, and reads both: gcc compiles a load under a condition to a masked load
-   that waits for the vector before. */
+   through a stack slot, which waits for the vector before. */
 DT__FN_INLINE DT__REAL DT__K(select)(int condition, DT__REAL a, DT__REAL b) {
     return condition ? a : b;
 }
@@ -13948,10 +13948,10 @@ DT__FN void DT__K(square_roots)(const DT__REAL *x, int64_t n, DT__REAL *y) {
     case function: \
         for (int64_t i = 0; i < n; i++) (out)[i] = (value); \
         break
-/* The same for functions of e = e^-|u|. */
-#define DT__EACH_DECAY(function, out, value) \
+/* The same for functions of x and e = e^-|u| (exp_minus_abs), with the x and e of its function. */
+#define DT__EACH_WITH_EXP(function, out, value) \
     case function: \
-        DT__K(decays)(act, x, n, e); \
+        DT__K(exp_minus_abs)(act, x, n, e); \
         for (int64_t i = 0; i < n; i++) (out)[i] = (value); \
         break
 
@@ -13983,9 +13983,10 @@ DT__FN void DT__K(powers_back)(
 #define DT__GELU_2U(x) ((x)*DT__FMA(DT__GELU_B, (x) * (x), DT__GELU_A))
 #define DT__GELU_2DU(x) DT__FMA(3 * DT__GELU_B, (x) * (x), DT__GELU_A)
 
-/* Computes e = e^-|u|, where u is x unless the activation needs another function of x. e is not
-   x. */
-DT__FN void DT__K(decays)(int act, const DT__REAL *x, int64_t n, DT__REAL *e) {
+/* Computes e = e^-|u| for n <= DT__STRIP elements. u is x for SiLU, sigmoid and softplus, 2x for
+   tanh, the doubled argument of the tanh for GELU, and x^2 / 2 for the erf form of GELU. e must not
+   overlap x. */
+DT__FN void DT__K(exp_minus_abs)(int act, const DT__REAL *x, int64_t n, DT__REAL *e) {
     switch (act) {
         DT__EACH(DT_ACT_GELU, e, -DT__ABS(DT__GELU_2U(x[i])));
         DT__EACH(DT_ACT_GELU_ERF, e, (DT__REAL)-0.5 * x[i] * x[i]);
@@ -14002,15 +14003,15 @@ DT__FN void DT__K(act)(
     int act, const DT__REAL *x, int64_t n, DT__REAL *y, DT__REAL scale, DT__REAL shift) {
     DT__REAL e[DT__STRIP];
     switch (act) {
-    case DT_ACT_GELU:
-        DT__EACH_DECAY(DT_ACT_SILU, y, x[i] * DT__K(logistic)(x[i], e[i]));
-        DT__EACH_DECAY(DT_ACT_GELU_ERF, y, x[i] * DT__K(phi)(x[i], e[i]));
+    case DT_ACT_GELU: /* the same formula as SiLU with another u */
+        DT__EACH_WITH_EXP(DT_ACT_SILU, y, x[i] * DT__K(logistic)(x[i], e[i]));
+        DT__EACH_WITH_EXP(DT_ACT_GELU_ERF, y, x[i] * DT__K(phi)(x[i], e[i]));
         DT__EACH(DT_ACT_RELU, y, x[i] < 0 ? 0 : x[i]);
         DT__EACH(DT_ACT_TANH, y, DT__TANH(x[i]));
         DT__EACH(DT_ACT_EXP, y, DT__EXP(x[i]));
         DT__EACH(DT_ACT_LN, y, DT__LOG(x[i]));
-        DT__EACH_DECAY(DT_ACT_SIGMOID, y, DT__K(logistic)(x[i], e[i]));
-        DT__EACH_DECAY(DT_ACT_SOFTPLUS, y, (x[i] > 0 ? x[i] : 0) + DT__LOG1P(e[i]));
+        DT__EACH_WITH_EXP(DT_ACT_SIGMOID, y, DT__K(logistic)(x[i], e[i]));
+        DT__EACH_WITH_EXP(DT_ACT_SOFTPLUS, y, (x[i] > 0 ? x[i] : 0) + DT__LOG1P(e[i]));
         DT__EACH(DT_ACT_ABS, y, x[i] < 0 ? -x[i] : x[i] + 0); /* -0 + 0 is 0 */
         DT__EACH(DT_ACT_AFFINE, y, scale * x[i] + shift);
         DT__EACH(DT_ACT_CLAMP, y, x[i] < scale ? scale : x[i] > shift ? shift : x[i]);
@@ -14052,15 +14053,15 @@ DT__FN void DT__K(act_back)(int act, const DT__REAL *x, const DT__REAL *d, int64
     DT__REAL scale, DT__REAL shift) {
     DT__REAL e[DT__STRIP];
     switch (act) {
-        DT__EACH_DECAY(DT_ACT_GELU, dx, d[i] * DT__K(gated_slope)(DT_ACT_GELU, x[i], e[i]));
-        DT__EACH_DECAY(DT_ACT_GELU_ERF, dx, d[i] * DT__K(gelu_erf_slope)(x[i], e[i]));
-        DT__EACH_DECAY(DT_ACT_SILU, dx, d[i] * DT__K(gated_slope)(DT_ACT_SILU, x[i], e[i]));
+        DT__EACH_WITH_EXP(DT_ACT_GELU, dx, d[i] * DT__K(gated_slope)(DT_ACT_GELU, x[i], e[i]));
+        DT__EACH_WITH_EXP(DT_ACT_GELU_ERF, dx, d[i] * DT__K(gelu_erf_slope)(x[i], e[i]));
+        DT__EACH_WITH_EXP(DT_ACT_SILU, dx, d[i] * DT__K(gated_slope)(DT_ACT_SILU, x[i], e[i]));
         DT__EACH(DT_ACT_RELU, dx, DT__K(select)(x[i] > 0, d[i], 0));
-        DT__EACH_DECAY(DT_ACT_TANH, dx, d[i] * (4 * DT__K(logistic_slope)(e[i])));
+        DT__EACH_WITH_EXP(DT_ACT_TANH, dx, d[i] * (4 * DT__K(logistic_slope)(e[i])));
         DT__EACH(DT_ACT_EXP, dx, d[i] * DT__EXP(x[i]));
         DT__EACH(DT_ACT_LN, dx, d[i] / x[i]);
-        DT__EACH_DECAY(DT_ACT_SIGMOID, dx, d[i] * DT__K(logistic_slope)(e[i]));
-        DT__EACH_DECAY(DT_ACT_SOFTPLUS, dx, d[i] * DT__K(logistic)(x[i], e[i]));
+        DT__EACH_WITH_EXP(DT_ACT_SIGMOID, dx, d[i] * DT__K(logistic_slope)(e[i]));
+        DT__EACH_WITH_EXP(DT_ACT_SOFTPLUS, dx, d[i] * DT__K(logistic)(x[i], e[i]));
         DT__EACH(DT_ACT_ABS, dx, DT__K(select)(x[i] > 0, d[i], x[i] < 0 ? -d[i] : 0));
         DT__EACH(DT_ACT_AFFINE, dx, d[i] * scale);
         DT__EACH(DT_ACT_CLAMP, dx, DT__K(select)((x[i] > scale) & (x[i] < shift), d[i], 0));
@@ -14291,7 +14292,7 @@ typedef void (*DT__K(outer_kernel))(DT__REAL a, const DT__REAL *b, int64_t n, DT
     }
 
 /* The micro-kernel of one row of A and 8 vectors of columns, for products of one row: it reads long
-   pieces of the rows of B, as the memory prefers. */
+   pieces of the rows of B, which the processor's prefetchers follow. */
 #define DT__EIGHT(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
 #define DT__WIDE_ZERO(i) DT__V c##i = fresh ? DT__ZERO : DT__LOAD(tile + i * DT__NV);
 #define DT__WIDE_STEP(i) c##i = DT__FMADD(*a, DT__LOAD(b + i * DT__NV), c##i);
@@ -14309,7 +14310,8 @@ DT__FN void DT__K(row_micro_kernel)(int64_t terms, const DT__REAL *a, int64_t st
 /* The micro-kernel of one row of A and at most 32 columns of a B that is stored transposed: column
    j lies in `bytes` bytes of memory, which begin ldb bytes after those of column j - 1. Transposes
    16 x 16 words of B in registers. Every lane adds the products of its column in the order of the
-   steps, as all micro-kernels do. Each sum waits for the one before, so there are two vectors.
+   steps, as all micro-kernels do. Each multiply-add waits for the one before it in its sum, so two
+   vectors of independent sums overlap.
 
    The processor's own prefetchers do not follow 32 columns at a time. So the kernel divides the
    columns into pieces of `run` <= 8 cache lines. While it multiplies one piece, it prefetches the
@@ -14448,9 +14450,9 @@ DT__ATTENTION_KERNEL(attention_pair_row_kernel, DT__ROWS_1, DT__PAIR_STEP)
 DT__PANEL_KERNEL(panel_pair_micro_kernel, DT__PAIR_STEP)
 DT__MICRO_KERNELS(DT__MICRO_KERNEL, matmul_pair_micro_kernel, DT__PAIR_STEP)
 DT__COLUMNS_KERNEL(columns_pair_micro_kernel, DT__PAIR_FMADD)
-/* A row of an outer product. Multiplies widened elements, moved down to the place of a pair's first
-   element. vdpbf16ps takes denormals for zeros, so DT__FMADD would give other bits than the
-   micro-kernels of tiles. */
+/* One row of an outer product in bf16. Shifts each widened element back to bf16, in the low half of
+   its word; the high half is 0. vdpbf16ps takes denormals for zeros and a multiply-add of floats
+   does not, so DT__FMADD would give other bits than the micro-kernels of tiles. */
 #define DT__FIRST_OF_PAIR(v) _mm512_maskz_srli_epi32(0xffff, (__m512i)(v), 16)
 DT__FN void DT__K(outer_pair_kernel)(DT__REAL a, const DT__REAL *b, int64_t n, DT__REAL *row) {
     __m512bh x = (__m512bh)DT__FIRST_OF_PAIR(_mm512_set1_ps(a));
@@ -14517,8 +14519,8 @@ typedef struct DT__K(gemm_plan) {
     int c_in_place;     /* 1 if C itself holds unfinished sums, because it has the compute type */
     int a_in_place;     /* 1 if the micro-kernel reads A itself, not packed panels of it */
     int b_in_place;     /* the same for B, except for columns that are less than a panel */
-    int small;          /* 1 if the product is one block and nothing is packed or copied */
-    int thin;  /* 1 if A is one panel: B is used once, and each of its panels packed late */
+    int small;          /* 1 if A and B have at most 32 KB each, and nothing is packed or copied */
+    int thin;  /* 1 if A is one panel: each panel of B is packed just before it is multiplied */
     int row;   /* 1 if A is one row (GEMV), for which there are wider micro-kernels */
     int pairs; /* 1 if a step is a pair of bf16 elements */
     const DT__K(micro_kernel) * kernels; /* by height, as in micro_heights */
@@ -14725,7 +14727,7 @@ typedef struct DT__K(gemm_panel) {
     int64_t prefetch_stride;
 } DT__K(gemm_panel);
 
-/* How many of the `left` last rows of C the next tile has. */
+/* Returns the number of rows of the next tile; `left` rows of C remain. */
 DT__FN_INLINE int64_t DT__K(tile_rows)(int64_t left, int a_in_place) {
     /* two tiles of 8 rows take less time than one of 14 and one of 2 */
     if (a_in_place && DT__MR > 8 && left / 2 == 8) return 8;
@@ -14863,7 +14865,8 @@ DT__FN void DT__K(matmul_packed)(const DT__K(gemm_plan) * w, int64_t batch, int6
     }
 }
 
-/* A small product, whose operands and result all stay in their place. */
+/* Product of small matrices: reads A and B and writes C in place, without packing, blocks or
+   scratch memory. An element's sum has the same order as in a large product. */
 DT__FN void DT__K(matmul_small)(const DT__K(gemm_plan) * w, int64_t batch) {
     const dt_matmul_args *a = w->args;
     const DT__REAL *b = (const DT__REAL *)a->b + batch * a->stride_b;
@@ -14893,7 +14896,7 @@ DT__FN void DT__K(matmul_columns)(
     const char *x = (const char *)a->a + batch * a->stride_a * size,
                *b = (const char *)a->b + batch * a->stride_b * size;
     DT__REAL tile[DT__NR];
-    /* the memory prefers fewer columns at a time */
+    /* from memory, fewer columns at a time were measured faster: fewer streams */
     int64_t width = (size_t)(a->n * ldb) < 2 * DT__STREAM_BYTES ? DT__NR : DT__NR / 2;
     for (int64_t j = first; j < end; j += width) {
         int64_t cols = end - j < width ? end - j : width;
@@ -15425,7 +15428,7 @@ DT__FN void DT__K(glu_slopes)(int act, const DT__REAL *gate, const DT__REAL *up,
     const DT__REAL *dout, int64_t n, DT__REAL *dgate, DT__REAL *dup) {
     DT__REAL slope, e[DT__STRIP];
 #define DT__GATED(du, most) \
-    DT__K(decays)(act, gate, n, e); \
+    DT__K(exp_minus_abs)(act, gate, n, e); \
     for (int64_t i = 0; i < n; i++) { \
         DT__REAL x = DT__K(within)(gate[i], most); \
         dup[i] = dout[i] * (gate[i] * DT__K(gated)(x, e[i], du, &slope)); \
@@ -16998,7 +17001,7 @@ DT__FN dt_status DT__K(pair_loss)(const dt_pair_loss_args *a) {
         const DT__REAL *y = DT__K(load)(a->dtype, a->b, (int64_t)start, n, buf_y);
         double piece;
         if (a->kind == DT_PAIR_BCE) {
-            DT__K(decays)(DT_ACT_SIGMOID, x, n, e);
+            DT__K(exp_minus_abs)(DT_ACT_SIGMOID, x, n, e);
             DT__SUM(double, piece, n,
                 (double)((x[j] > 0 ? x[j] * (1 - y[j]) : -x[j] * y[j]) + DT__LOG1P(e[j])));
         } else
@@ -17020,7 +17023,7 @@ DT__FN dt_status DT__K(pair_loss_back)(const dt_pair_loss_back_args *a) {
         int64_t n = count - at < DT__STRIP ? count - at : DT__STRIP;
         const DT__REAL *x = DT__K(load)(a->dtype, a->a, at, n, buf_x),
                        *y = DT__K(load)(a->dtype, a->b, at, n, buf_y);
-        if (a->kind == DT_PAIR_BCE) DT__K(decays)(DT_ACT_SIGMOID, x, n, e);
+        if (a->kind == DT_PAIR_BCE) DT__K(exp_minus_abs)(DT_ACT_SIGMOID, x, n, e);
         switch (a->kind) {
             DT__EACH(DT_PAIR_SQUARE, d, factor * (x[i] - y[i]));
             DT__EACH(DT_PAIR_BCE, d, factor * (DT__K(logistic)(x[i], e[i]) - y[i]));
@@ -17382,7 +17385,7 @@ DT__COLD_END
 #undef DT__TANH
 #undef DT__GEMM
 #undef DT__EACH
-#undef DT__EACH_DECAY
+#undef DT__EACH_WITH_EXP
 #undef DT__GELU_A
 #undef DT__GELU_B
 #undef DT__GELU_2U

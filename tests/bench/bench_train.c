@@ -21,10 +21,12 @@
    order. The losses of its first steps are compared with dt's, to show that both compute the same
    function.
 
-   The rows f32-zero1 of gpt-6x384 train with ZeRO-1: each rank keeps the optimizer state of its
-   half of the parameters. The losses are the same bits as dt's without it. The peer is PyTorch with
-   ZeroRedundancyOptimizer. rss_ratio_zero1 compares dt's memory with ZeRO-1 to that of PyTorch's
-   fastest variant in f32, as rss_ratio_f32 does without ZeRO-1.
+   The rows f32-zero1 of gpt-6x384 train with ZeRO-1: both ranks hold all parameters and gradients,
+   and each holds the optimizer state of one half. dt's losses have the bits of stage 0 (dt_zero.h,
+   Order; not checked here). The peer is PyTorch with ZeroRedundancyOptimizer. zero1_over_f32 is
+   dt's rate with ZeRO-1 divided by its rate without. rss_ratio_zero1 divides dt's memory with
+   ZeRO-1 by that of PyTorch's fastest variant in f32 without it, as rss_ratio_f32 does for stage 0:
+   ZeRO-1 sends as much as data parallelism, so it is what a user of dt who lacks memory turns on.
 
    llm.c, for gpt-6x384 only: --llmc PATH, a train_gpt2 built as peers/llmc_files.py describes.
 
