@@ -2499,7 +2499,7 @@ static const struct row {
     { r_rope_rotary, DT_ERR_SHAPE, { "dt_rope", "6 of 4" } },
     { r_rope_below, DT_ERR_SHAPE, { "dt_rope", "-2 of 4" } },
     { r_rope_wide, DT_ERR_SHAPE, { "dt_rope", "at most 512" } },
-    { r_rope_theta, DT_ERR_ARG, { "dt_rope", "theta 0.5 is below 1" } },
+    { r_rope_theta, DT_ERR_ARG, { "dt_rope", "theta 0.5; it must be finite and at least 1" } },
     { r_rope_theta_nan, DT_ERR_ARG, { "dt_rope", "theta nan" } },
     { r_rope_kind, DT_ERR_ARG, { "dt_rope", "of kind 4" } },
     { r_rope_factor, DT_ERR_ARG, { "dt_rope", "factor of 0.5" } },
