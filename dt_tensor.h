@@ -4763,7 +4763,8 @@ static dt__buffer *dt__buffer_of(dt_ctx *ctx, const void *data) {
     return NULL;
 }
 
-/* Ends one use of a buffer. The last one returns it to the pool, or frees it. data may be NULL. */
+/* Ends one use of the buffer that has the address `data`, which may be NULL or in no buffer. When
+   the last use ends, the buffer returns to the pool, or is freed if free_at_release is set. */
 static void dt__buffer_release(dt_ctx *ctx, void *data) {
     dt__buffer *s = dt__buffer_of(ctx, data);
     if (!s) return;
@@ -5110,8 +5111,8 @@ static void dt__data_drop_if_unread(dt_tensor *t) {
    gradients, and those whose size depends on the data, are in the arena (dt__has_buffer). */
 enum { DT__GRAD_IN_ARENA = 0, DT__GRAD_IN_PLACE, DT__GRAD_OWN, DT__GRAD_TRANSIENT, DT__GRAD_KEPT };
 
-/* Drops the gradient of t if it has a buffer of its own. Before the reset, leaves one of
-   DT__GRAD_KEPT. */
+/* Drops the gradient of t: releases its buffer, or lends the memory if the gradient lies in that of
+   the data. Before the reset, leaves one of DT__GRAD_KEPT. */
 static void dt__grad_drop(dt_tensor *t, int at_reset) {
     if (t->grad_storage == DT__GRAD_IN_ARENA) return;
     if (t->grad_storage == DT__GRAD_KEPT && !at_reset) return;

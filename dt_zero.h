@@ -780,8 +780,7 @@ DT_API int64_t dt_table_shrink(dt_table *table, int64_t clock);
 /* [local] Writes the keys whose last push is at clock `since` or later, in no order, to `keys`
    (capacity); INT64_MIN: all keys that have rows. Returns their number, which may be larger than
    `capacity`; -1 on failure. Reads the clock of every row. */
-DT_API int64_t dt_table_changed(
-    const dt_table *table, int64_t since, uint64_t *keys, size_t capacity);
+DT_API int64_t dt_table_changed(dt_table *table, int64_t since, uint64_t *keys, size_t capacity);
 
 typedef struct dt_table_stats {
     int64_t rows;    /* rows that exist */
@@ -802,14 +801,14 @@ DT_API dt_table_stats dt_table_info(const dt_table *table);
    delta has the rows pushed since the snapshot before it, and the keys removed since then. Loading
    takes the newest intact chain base + delta + ... + delta: if a delta is damaged, the base and the
    deltas before it. Numbers are in the machine's byte order. */
-/* [local] Saves a base, or with delta = 1 a delta to the last snapshot that this table has saved to
-   or loaded from `dir` (DT_ERR_ARG if there is none). Each table and each rank needs a folder of
-   its own; it is made if missing. DT_ERR_IO: a file operation failed, and earlier snapshots are
-   untouched; or the folder has a newer snapshot than this table has saved or loaded. */
 typedef struct dt_table_save_desc {
-    int delta;
-    int keep; /* number of newest bases to keep, with their deltas, when a base is saved; 0: all */
+    int delta; /* 0: saves a base; 1: a delta to this table's last snapshot in the folder */
+    int keep;  /* number of newest bases to keep, with their deltas, when a base is saved; 0: all */
 } dt_table_save_desc;
+/* [local] Saves a snapshot to the folder `dir`, which is made if missing. Each table and each rank
+   needs a folder of its own. DT_ERR_ARG: a delta, but this table has neither saved a snapshot to
+   `dir` nor loaded one from it. DT_ERR_IO: a file operation failed, and earlier snapshots are
+   untouched; or the folder has a newer snapshot than this table knows. */
 DT_API dt_status dt_table_save(dt_table *table, const char *dir, dt_table_save_desc desc);
 
 /* Says which keys a load keeps: 1 for a key that belongs to this rank. */
@@ -8507,6 +8506,16 @@ int64_t dt_table_shrink(dt_table *t, int64_t clock) {
     return dt_error(t->ctx) == DT_OK ? t->stats.removed - before : -1;
 }
 
+/* Returns the notes of a row that was pushed at clock `since` or later (dt__table_notes). NULL for
+   an older row, for a key that is not admitted, and on failure. */
+static const char *dt__table_notes_since(dt_table *t, uint32_t row, int64_t since) {
+    const char *notes = row < DT__TABLE_PENDING ? dt__table_notes(t, row) : NULL;
+    int64_t pushed;
+    if (!notes) return NULL;
+    memcpy(&pushed, notes, sizeof pushed);
+    return pushed >= since ? notes : NULL;
+}
+
 typedef struct dt__table_changes {
     int64_t since, n;
     uint64_t *keys;
@@ -8514,20 +8523,16 @@ typedef struct dt__table_changes {
 } dt__table_changes;
 static dt_status dt__table_changed_one(dt_table *t, uint64_t key, uint32_t *slot, void *arg) {
     dt__table_changes *c = (dt__table_changes *)arg;
-    const char *notes = *slot < DT__TABLE_PENDING ? dt__table_notes(t, *slot) : NULL;
-    int64_t pushed;
-    if (!notes) return dt_error(t->ctx);
-    memcpy(&pushed, notes, sizeof pushed);
-    if (pushed < c->since) return DT_OK;
+    if (!dt__table_notes_since(t, *slot, c->since)) return dt_error(t->ctx);
     if ((size_t)c->n < c->capacity && c->keys) c->keys[c->n] = key;
     c->n++;
     return DT_OK;
 }
 
-int64_t dt_table_changed(const dt_table *t, int64_t since, uint64_t *keys, size_t capacity) {
+int64_t dt_table_changed(dt_table *t, int64_t since, uint64_t *keys, size_t capacity) {
     dt__table_changes c = { since, 0, keys, capacity };
     if (dt__table_usable(t) != DT_OK) return -1;
-    dt__table_scan((dt_table *)(uintptr_t)t, dt__table_changed_one, &c, 1);
+    dt__table_scan(t, dt__table_changed_one, &c, 1);
     return dt_error(t->ctx) == DT_OK ? c.n : -1;
 }
 
@@ -8761,12 +8766,11 @@ static int dt__snapshot_open(dt__snapshot_file *s, const char *dir, dt__ckpt_id 
         s->h.dtype != want.dtype || s->h.optimizer != want.optimizer ||
         s->h.record_bytes != want.record_bytes) {
         dt_fail(s->t->ctx, DT_ERR_ARG,
-            "dt_table_load(%s): %s is of another table: width %d, type %s, optimizer %d, %d bytes "
-            "a "
-            "row, seed %llu",
+            "dt_table_load(%s): %s is of another table: width %d, type %s, optimizer %d, seed "
+            "%llu, %d bytes a row",
             dt__printable_name(s->t->desc.name).s, s->path, s->h.width,
-            dt_dtype_name((dt_dtype)s->h.dtype), s->h.optimizer, s->h.record_bytes,
-            (unsigned long long)s->h.seed);
+            dt_dtype_name((dt_dtype)s->h.dtype), s->h.optimizer, (unsigned long long)s->h.seed,
+            s->h.record_bytes);
         return 0;
     }
     int64_t body = s->h.rows * s->h.record_bytes + 16 * s->h.pending + 8 * s->h.removed;
@@ -8796,11 +8800,8 @@ static char *dt__snapshot_next(dt__snapshot_file *s, size_t bytes) {
 
 static dt_status dt__snapshot_put_row(dt_table *t, uint64_t key, uint32_t *slot, void *arg) {
     dt__snapshot_file *s = (dt__snapshot_file *)arg;
-    const char *notes = *slot < DT__TABLE_PENDING ? dt__table_notes(t, *slot) : NULL;
-    int64_t pushed;
+    const char *notes = dt__table_notes_since(t, *slot, s->since);
     if (!notes) return dt_error(t->ctx);
-    memcpy(&pushed, notes, sizeof pushed);
-    if (pushed < s->since) return DT_OK;
     size_t bytes = (size_t)s->h.record_bytes;
     char *p = dt__snapshot_next(s, bytes);
     memset(p + bytes - 8, 0, 8); /* the padding */
@@ -9174,6 +9175,7 @@ DT__CPP_WARNINGS_ON
              ranks are also macros, which record the call site for errors. New: parameter groups
              (dt_zero_desc.groups, dt_zero_step_groups), dt_zero_freeze, Muon, EMA of the weights
              (dt_zero_swap_ema), outlier steps (dt_outlier_z, dt_zero_loss), dt_zero_grad_full,
+             sparse tables (dt_table_make),
              dt_weight_map.groups, dt_checkpoint_desc.convert_dtype and grows
      0.1.0   AdamW, Adam, SGD, 1-bit Adam, a custom optimizer; ZeRO 0 to 3; offload; loss scaling;
              clipping; learning rates; formulas; checkpoints; export of weights

@@ -170,6 +170,10 @@ static settings parse(int argc, char **argv) {
                 "--config gpt|llama --dtype f32|bf16 --quick --rounds N --steps N --python PATH "
                 "--variants LIST --openblas PATH --llmc PATH --profile --zero1");
     }
+    if (s.zero1 && !s.profile && !s.worker) {
+        fprintf(stderr, "error: --zero1 needs --profile; all other runs measure ZeRO-1 too\n");
+        exit(2);
+    }
     return s;
 }
 
