@@ -13061,6 +13061,7 @@ static void dt__stream_fence(void) {
    non-temporal stores. A core's share of the last cache level rarely holds DT__STREAM_BYTES until
    the next op reads them; the tests define a small number. */
 enum { DT__STREAM = -1 };
+enum { DT__L2_BYTES = 512 << 10 }; /* an operand of this size stays in L2 between its uses */
 #ifndef DT__STREAM_BYTES
 #define DT__STREAM_BYTES ((size_t)8 << 20)
 #endif
@@ -14897,8 +14898,9 @@ DT__FN void DT__K(matmul_columns)(
     const char *x = (const char *)a->a + batch * a->stride_a * size,
                *b = (const char *)a->b + batch * a->stride_b * size;
     DT__REAL tile[DT__NR];
-    /* from memory, fewer columns at a time were measured faster: fewer streams */
-    int64_t width = (size_t)(a->n * ldb) < 2 * DT__STREAM_BYTES ? DT__NR : DT__NR / 2;
+    /* 16 columns at a time are faster from memory, where the weights of a generated token come
+       from: fewer streams. 32 are faster if B stays in L2. */
+    int64_t width = a->n * ldb < DT__L2_BYTES ? DT__NR : DT__NR / 2;
     for (int64_t j = first; j < end; j += width) {
         int64_t cols = end - j < width ? end - j : width;
         DT__K(prefetch_epilogue)(a, batch, 0, j, 1, cols);
