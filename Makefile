@@ -86,7 +86,7 @@ $(SHARING) $(HELPERS): $(B)/tests_kernels.o
 QUICK = $(HELPERS) \
     $(patsubst %,$(B)/test_%,account attack checkpoint_faults checkpoint_kills comm_procs comm_started faults file_safety files fuzz gpt grad_dtype groups \
           io_thread launch_env layers lora many_ranks memory mismatch misuse models moe muon nan onebit ops overlap parallel pipe placements \
-          precision rendezvous replicas schedule seeds tensor tokenizer trace)
+          precision ps rendezvous replicas schedule seeds tensor tokenizer trace)
 ifeq ($(origin TFLAGS),file)
 $(QUICK): private TFLAGS := $(patsubst -O1,-O0,$(TFLAGS))
 endif

@@ -572,6 +572,10 @@ DT_API dt_work *dt_recv_any_start(
 /* [local] Waits until the operation is complete, then frees `work`. After that the caller may use
    the buffers again. Returns dt_error(ctx). */
 DT_API dt_status dt_wait(dt_ctx *ctx, dt_work *work);
+/* [local] As dt_wait, but without the timeout: for a rank that serves requests, whose next one may
+   come at any time. Waits for as long as the peers live: a failure, a rank that ends and a deadlock
+   are detected as in dt_wait. */
+DT_API dt_status dt_wait_idle(dt_ctx *ctx, dt_work *work);
 /* [local] Advances pending operations as far as possible without waiting. If many are pending, each
    call advances only some of them. Returns 1 if `work` is complete (dt_wait(ctx, work) then returns
    at once), else 0. */
@@ -1306,6 +1310,7 @@ struct dt_work {
     dt__advance_fn advance; /* moves the data */
     /* 1 if the operation is nonblocking: the rank continues meanwhile, and may send to itself */
     int is_started;
+    int is_idle;            /* 1: its wait has no timeout (dt_wait_idle) */
     uint64_t record_number; /* number of its flight recorder entry */
 
     /* as messages (sections 13 and 17) */
@@ -2396,7 +2401,8 @@ static dt_status dt__wait_until_finished(dt__world *world, dt_work *work) {
         double waited = dt__waited(&watch), now = watch.last;
         if (phase == NAP) dt__check_connections(world, work);
         if (work->start_time < 0) work->start_time = now;
-        if (waited > timeout) return dt__advance(work) > 0 ? DT_OK : dt__report_timeout(work);
+        if (waited > timeout && !work->is_idle)
+            return dt__advance(work) > 0 ? DT_OK : dt__report_timeout(work);
         if (phase == NAP && dt__detect_deadlock(work, progress_sum, since))
             return dt_error(world->ctx);
         double link_left = work->link_until - now;
@@ -5039,6 +5045,11 @@ dt_status dt_wait(dt_ctx *ctx, dt_work *work) {
     dt__count_seconds(world, work, work->wait_time);
     dt__started_remove(world, work);
     return world->calls->end(work);
+}
+
+dt_status dt_wait_idle(dt_ctx *ctx, dt_work *work) {
+    if (work) work->is_idle = 1;
+    return dt_wait(ctx, work);
 }
 
 int dt_test(dt_ctx *ctx, dt_work *work) {

@@ -64,7 +64,8 @@
         groups, gradient clipping, freezing, EMA of weights, outlier steps by z-score)
      3. Checkpoints (save, load, resharding, export of weights)
      4. Memory account (formulas of ZeRO for memory and traffic)
-     5. Sparse tables (sparse table, embedding table, Adagrad, FTRL, lazy Adam, admission, snapshot)
+     5. Sparse tables, parameter server (embedding table, Adagrad, FTRL, lazy Adam, admission,
+        snapshot, parameter server, bounded staleness)
      6. Implementation: learning rate
      7. Buckets, groups and shards (HSDP shard groups and replicas, tied embeddings)
      8. Comparing ranks (replicas that drift apart, learning rate of all ranks)
@@ -87,6 +88,8 @@
     24. Checkpoints: loading (resharding)
     25. Sparse tables: rows and updates (hash table, pull, push, row-wise Adagrad, time to live)
     26. Sparse tables: snapshots (base, delta)
+    27. Parameter server: keys, sums, pulls (embedding lookup, owners of keys)
+    28. Parameter server: steps, servers (synchronous, asynchronous, stale synchronous parallel)
 
    CONTRACT
      Memory     The context owns the training state and frees it. dt_zero_make allocates parameters
@@ -649,7 +652,7 @@ typedef struct dt_zero_bytes {
    argument is negative. */
 DT_API dt_zero_bytes dt_zero_formula(dt_zero_formula_desc desc);
 
-// ==== 5. Sparse tables ==========================================================================
+// ==== 5. Sparse tables, parameter server ========================================================
 
 /* A sparse table (an embedding table of unbounded vocabulary) maps 64-bit keys to rows of `width`
    numbers and their optimizer state. Every value is a valid key. Use it for categories that are too
@@ -825,6 +828,106 @@ typedef struct dt_table_load_desc {
    -1 if there is no intact snapshot, or on failure: DT_ERR_ARG if the snapshot is of another table,
    width, type, optimizer or seed; DT_ERR_IO. */
 DT_API int64_t dt_table_load(dt_table *table, const char *dir, dt_table_load_desc desc);
+
+/* Parameter server (Li et al., OSDI 2014): tables that many ranks share. Each key has one owner, a
+   function of the key alone. There are two ways to place the owners:
+
+       owned (servers = 0)               served (servers = S)
+       every rank works and owns         the last S ranks own keys, the others work
+       rank 0 <--> rank 1 <--> rank 2    worker 0   worker 1   worker 2
+          all-to-all of keys, rows,           \  \  / |  \  / /       pull: keys, then rows
+          and sums of gradients                server 0    server 1    step: keys and sums
+
+   A step of a worker:
+
+       x = dt_ps_embedding(ps, table, keys, shape)      pulls each distinct key once
+       dt_backward(loss)                                adds each key's gradients to a local sum
+       dt_ps_step(ps, lr)                               pushes the sums; the worker's clock + 1
+
+   Worker clocks say when a row may be read and a push is applied:
+
+       DT_PS_SYNC    An owner adds the sums of all workers' steps of one clock, in worker order,
+                     then updates each key once, and only then answers pulls of the next clock. A
+                     run has the bits of data parallelism with dt_embedding at ZeRO-0, for
+                     optimizers that a zero gradient changes nothing in (SGD, Adagrad, FTRL),
+                     whatever the number of servers; owned and served are equal too.
+       DT_PS_SSP     Stale synchronous parallel (Ho et al., NIPS 2013). A step is applied when it
+                     arrives. A pull of a worker that has done c steps waits until the slowest
+                     worker has done c - staleness. Staleness 0 is DT_PS_SYNC.
+       DT_PS_ASYNC   Like SSP without a bound.
+
+   The sum over workers is not divided by their number: divide the loss by the whole batch. */
+enum { DT_PS_SYNC = 0, DT_PS_ASYNC, DT_PS_SSP };
+enum { DT_PS_CREDITS = 4, DT_PS_HISTOGRAM = 16 };
+
+typedef struct dt_ps_desc {
+    dt_comm *comm; /* NULL means the world */
+    int servers;   /* 0: owned mode, DT_PS_SYNC only; else fewer than the ranks of comm */
+    int mode;      /* DT_PS_* */
+    int staleness; /* DT_PS_SSP: the bound, in clocks */
+    int credits;   /* most pulls that a worker has under way at once; 0 means DT_PS_CREDITS */
+    /* Record and replay, NULL: off. Server i (from 0) writes the order in which requests came to
+       the new file `record`.i, or takes requests in the order of the file `replay`.i. A replay of
+       the same program has the bits of the recorded run in every mode. DT_ERR_IO; DT_ERR_ARG if the
+       workers send other requests than those recorded */
+    const char *record, *replay;
+} dt_ps_desc;
+
+typedef struct dt_ps dt_ps;
+typedef struct dt_ps_pull dt_ps_pull;
+/* [collective: comm] Makes a parameter server without tables. The context owns it. All ranks pass
+   equal values, else DT_ERR_ARG. Returns NULL on failure. */
+DT_API dt_ps *dt_ps_make(dt_ctx *ctx, dt_ps_desc desc);
+/* [collective: comm] Adds a table and returns its number, from 0; -1 on failure. DT_ERR_ARG if the
+   ranks' descriptions differ. With desc.memory_limit each owner has this limit. */
+DT_API int dt_ps_table(dt_ps *ps, dt_table_desc desc);
+/* [local] Returns 1 if this rank is a server, which must call dt_ps_serve; else 0. */
+DT_API int dt_ps_is_server(const dt_ps *ps);
+/* [server] Serves until all workers have called dt_ps_end. */
+DT_API dt_status dt_ps_serve(dt_ps *ps);
+/* [worker; owned mode: collective: comm] Starts a pull: rows (n,width) of the table's type receives
+   the rows of `keys`, which may repeat. Keys are read before the function returns; rows are valid
+   after dt_ps_wait. At most desc.credits pulls may be under way (DT_ERR_ARG). In owned mode the
+   pull is complete when the function returns. NULL on failure. */
+DT_API dt_ps_pull *dt_ps_pull_start(
+    dt_ps *ps, int table, const uint64_t *keys, size_t n, void *rows);
+/* [worker] Waits until the pull is complete and frees the handle; NULL is allowed. Call it exactly
+   once for each pull. Returns dt_error(ctx). */
+DT_API dt_status dt_ps_wait(dt_ps *ps, dt_ps_pull *pull);
+/* [worker; owned mode: collective: comm] Embedding lookup, an op on the tape: keys of shape (..)
+   give a tensor (..,width) of the table's type. The backward adds the gradient of each key, row by
+   row, to the sum that the next dt_ps_step pushes. Like a parameter's, a micro-batch's gradient is
+   complete before it is added to that of the micro-batches before it (dt_micro). CPU tensors only:
+   DT_ERR_UNSUPPORTED with a CUDA kernel table. */
+DT_API dt_tensor *dt_ps_embedding(dt_ps *ps, int table, const uint64_t *keys, dt_shape shape);
+/* [worker; owned mode: collective: comm] Adds gradients (n,width), f32 or for an f64 table f64, to
+   the sums of the next dt_ps_step, as the backward of dt_ps_embedding does. */
+DT_API dt_status dt_ps_add(dt_ps *ps, int table, const uint64_t *keys, size_t n, const void *grads);
+/* [worker; owned mode: collective: comm] Ends the worker's step: pushes the sums of all tables and
+   advances the worker's clock. In served mode it returns before the servers have applied the step,
+   but after they have applied the one before. lr must be the same on all workers with DT_PS_SYNC.
+   A sum that is not finite fails with DT_ERR_NUMERIC before anything is sent; the text names
+   worker, table, key and column. */
+DT_API dt_status dt_ps_step(dt_ps *ps, double lr);
+/* [worker] Ends this worker's part in the run. The other workers no longer wait for its clock. */
+DT_API dt_status dt_ps_end(dt_ps *ps);
+
+typedef struct dt_ps_stats {
+    int64_t clock; /* a worker's number of steps */
+    /* a worker's distinct keys, summed over pulls and steps; payload bytes of requests and answers,
+       and in owned mode those that this rank exchanges with itself */
+    int64_t pulled, pushed, bytes;
+    /* staleness[i]: answers that were i clocks stale when the server sent them: the clock of the
+       pull minus the number of steps of the slowest worker, whose pushes it includes. The last
+       entry counts all larger values */
+    int64_t staleness[DT_PS_HISTOGRAM];
+    int64_t held; /* a server's pulls that had to wait for the slowest worker */
+} dt_ps_stats;
+/* [local] Returns the counts of this rank; zeros for NULL. */
+DT_API dt_ps_stats dt_ps_info(const dt_ps *ps);
+/* [local] Returns the part of a table that this rank owns, for dt_table_info and dt_table_shrink;
+   NULL if the rank owns none. */
+DT_API dt_table *dt_ps_owned(const dt_ps *ps, int table);
 
 /* [local] Set the call site of the next operation and return the argument. Call sites: section 4 of
    dt_tensor.h. */
@@ -9147,6 +9250,1011 @@ int64_t dt_table_load(dt_table *t, const char *dir, dt_table_load_desc d) {
     if (found) t->newest_known = newest;
     dt__snapshot_end(&s);
     return found && dt_error(t->ctx) == DT_OK ? t->stats.clock : -1;
+}
+
+// ==== 27. Parameter server: keys, sums, pulls ===================================================
+
+/* A worker's request goes to the owners of its keys. Its parts have one form in both modes:
+
+       pull      keys, by owner              answer    rows, in the order of the keys
+       step      for each owner: number of keys of each table; then for each table its keys and,
+                 padded to 8 bytes, the sums of their gradients
+
+   Step sums have two levels, as the gradients of a bucket have (section 8 of dt_tensor.h): `micro`
+   receives the gradients of this micro-batch, row by row, and is then added to `total`. So the sums
+   have the order of additions of data parallelism, and its bits. */
+
+typedef struct dt__ps_buffer {
+    char *p;
+    size_t bytes;
+} dt__ps_buffer;
+
+typedef struct dt__ps_keys { /* distinct keys, numbered from 0 in the order of their insertion */
+    size_t n, capacity;
+    dt__ps_buffer keys, slots; /* (capacity) u64; (2 capacity) u32: hash table of their numbers */
+} dt__ps_keys;
+
+typedef struct dt__ps_table {
+    dt_table *table;            /* this rank's part; on a rank that owns nothing it stays empty */
+    dt__ps_keys set;            /* the keys of this step */
+    dt__ps_buffer total, micro; /* (set.n) rows of sums */
+    dt__ps_buffer is_open, opened; /* 1 for a key with a sum in `micro`; list of their numbers */
+    size_t n_opened;
+} dt__ps_table;
+
+typedef struct dt__ps_header { /* of a request or an answer */
+    int32_t op, table, slot, unused;
+    int64_t clock;    /* the worker's; in an answer that of the slowest worker */
+    int64_t n, bytes; /* keys of a pull; bytes of the payload, which follows if there is one */
+    double lr;
+    int64_t spare[2];
+} dt__ps_header;
+enum { DT__PS_PULL = 1, DT__PS_STEP, DT__PS_END };
+enum { DT__PS_ORDER = 1024 }; /* requests in one access to the file of their order */
+enum { DT__PS_TAG_HEADER = 0, DT__PS_TAG_PAYLOAD, DT__PS_TAG_ACK, DT__PS_TAG_ANSWER };
+
+typedef struct dt__ps_link { /* a worker's message to one owner, and the answer */
+    dt__ps_header header, ack;
+    size_t n, offset; /* keys; the first one's position in owner order */
+    size_t answer;    /* offset of the answer in the buffer of rows */
+    dt_work *work[3];
+} dt__ps_link;
+
+struct dt_ps_pull {
+    int table, slot, busy;
+    int64_t clock;
+    size_t n;
+    void *out;
+    dt__ps_keys set;
+    dt__ps_buffer number, where; /* (n) u32: number of key i; (set.n) size_t: offset of its row */
+    dt__ps_buffer keys, rows; /* in owner order; rows of an owner come after a header if served */
+    dt__ps_link *links;       /* (owners) */
+};
+
+typedef struct
+    dt__ps_request { /* a server's: a held pull, or a step; an answer that is being sent */
+    struct dt__ps_request *next;
+    dt__ps_header header;
+    int from;
+    dt__ps_buffer payload;
+    dt_work *work;
+} dt__ps_request;
+
+struct dt_ps {
+    dt_ctx *ctx;
+    dt_ps_desc desc; /* with defaults filled in */
+    dt_listener listener;
+    dt_comm *comm;
+    int ranks, rank, workers, owners, first_owner; /* ranks from first_owner on are owners */
+    int64_t bound;                                 /* of SSP; 0: synchronous; INT64_MAX: none */
+    dt__ps_table *tables;
+    int n_tables, table_capacity;
+    dt_ps_pull *pulls; /* (desc.credits) */
+    int micro, has_ended;
+    dt__ps_link *links;        /* (owners) of the last step */
+    dt__ps_buffer step;        /* its payloads, in owner order */
+    dt__ps_buffer peer, reply; /* of owned mode: what the other ranks sent; rows for them */
+    dt__ps_buffer keys, grads; /* of one table: the steps of all workers, in worker order */
+    size_t *counts;            /* (4 ranks) of all-to-all-v */
+    const char **payloads;     /* (workers) steps that are applied together */
+    int64_t *numbers;          /* (2 ranks) */
+    double *rates;             /* (ranks) learning rates of a step */
+    /* a server */
+    int64_t *clocks;        /* (workers) steps that have come; INT64_MAX: ended */
+    int64_t applied;        /* synchronous steps */
+    dt__ps_request **steps; /* (workers) that wait for the steps of the other workers */
+    dt__ps_request *held, *answers;
+    int order_fd;                /* the file of the order of requests, -1: none */
+    int64_t order_at;            /* number of requests in the file, or read from it */
+    int32_t order[DT__PS_ORDER]; /* the last ones: worker * 4 + operation */
+    dt_ps_stats stats;
+};
+
+static dt_status dt__ps_usable(const dt_ps *ps) { return ps ? dt_error(ps->ctx) : DT_ERR_ARG; }
+
+/* Makes a buffer at least `bytes` long. Keeps its first `keep` bytes. Returns its memory, not NULL
+   for 0 bytes either; NULL on failure. */
+static char *dt__ps_room(dt_ps *ps, dt__ps_buffer *b, size_t bytes, size_t keep) {
+    if (b->p && bytes <= b->bytes) return b->p;
+    size_t more = bytes < 64 ? 64 : bytes + bytes / 2;
+    char *p = (char *)dt_alloc(ps->ctx, DT_MEM_COMM, more, "dt_ps");
+    if (!p) return NULL;
+    if (keep > 0) memcpy(p, b->p, keep);
+    dt_free(ps->ctx, DT_MEM_COMM, b->p, b->bytes);
+    b->p = p;
+    b->bytes = more;
+    return p;
+}
+
+static void dt__ps_drop(dt_ps *ps, dt__ps_buffer *b) {
+    dt_free(ps->ctx, DT_MEM_COMM, b->p, b->bytes);
+    b->p = NULL;
+    b->bytes = 0;
+}
+
+static uint64_t *dt__ps_key_list(const dt__ps_keys *set) { return (uint64_t *)(void *)set->keys.p; }
+
+static void dt__ps_clear(dt__ps_keys *set) {
+    if (set->n > 0) memset(set->slots.p, 0xff, 2 * set->capacity * sizeof(uint32_t));
+    set->n = 0;
+}
+
+/* The slot of a key, or the empty one for it. */
+static uint32_t *dt__ps_slot(const dt__ps_keys *set, uint64_t key) {
+    uint32_t *slots = (uint32_t *)(void *)set->slots.p;
+    const uint64_t *keys = dt__ps_key_list(set);
+    size_t mask = 2 * set->capacity - 1, at = (size_t)dt__table_hash(key) & mask;
+    while (slots[at] != UINT32_MAX && keys[slots[at]] != key) at = (at + 1) & mask;
+    return &slots[at];
+}
+
+/* Returns the number of a key, which is set->n - 1 if it is new; UINT32_MAX on failure. */
+static uint32_t dt__ps_number(dt_ps *ps, dt__ps_keys *set, uint64_t key) {
+    if (set->n == set->capacity) {
+        size_t more = set->capacity ? 2 * set->capacity : 64;
+        if (!dt__ps_room(ps, &set->keys, more * sizeof key, set->n * sizeof key) ||
+            !dt__ps_room(ps, &set->slots, 2 * more * sizeof(uint32_t), 0))
+            return UINT32_MAX;
+        set->capacity = more;
+        memset(set->slots.p, 0xff, 2 * more * sizeof(uint32_t));
+        for (size_t i = 0; i < set->n; i++)
+            *dt__ps_slot(set, dt__ps_key_list(set)[i]) = (uint32_t)i;
+    }
+    uint32_t *slot = dt__ps_slot(set, key);
+    if (*slot == UINT32_MAX) {
+        dt__ps_key_list(set)[set->n] = key;
+        *slot = (uint32_t)set->n++;
+    }
+    return *slot;
+}
+
+/* The owner of a key: the high bits of a hash (SplitMix64) other than the table's own, whose shards
+   and buckets would else be used unevenly. */
+static int dt__ps_owner(const dt_ps *ps, uint64_t key) {
+    key += 0x9e3779b97f4a7c15u;
+    key = (key ^ key >> 30) * 0xbf58476d1ce4e5b9u;
+    key = (key ^ key >> 27) * 0x94d049bb133111ebu;
+    key ^= key >> 31;
+    return (int)((key >> 32) * (uint64_t)ps->owners >> 32);
+}
+
+/* ---- sums of a step ---- */
+
+/* Adds the sums of a micro-batch, which are complete, to the sums of the step. */
+static void dt__ps_close_micro(dt_ps *ps) {
+    for (int i = 0; i < ps->n_tables; i++) {
+        dt__ps_table *t = &ps->tables[i];
+        size_t bytes = t->table->grad_bytes;
+        const uint32_t *opened = (const uint32_t *)(void *)t->opened.p;
+        for (size_t k = 0; k < t->n_opened; k++) {
+            char *micro = t->micro.p + opened[k] * bytes;
+            dt__table_add(t->table, t->total.p + opened[k] * bytes, micro);
+            memset(micro, 0, bytes);
+            t->is_open.p[opened[k]] = 0;
+        }
+        t->n_opened = 0;
+    }
+}
+
+/* Returns the micro-batch's sum of a key, to which the caller adds; NULL on failure. */
+static char *dt__ps_sum(dt_ps *ps, dt__ps_table *t, uint64_t key) {
+    size_t bytes = t->table->grad_bytes, had = t->set.n;
+    uint32_t k = dt__ps_number(ps, &t->set, key);
+    if (k == UINT32_MAX) return NULL;
+    if (t->set.n > had) {
+        if (!dt__ps_room(ps, &t->total, (had + 1) * bytes, had * bytes) ||
+            !dt__ps_room(ps, &t->micro, (had + 1) * bytes, had * bytes) ||
+            !dt__ps_room(ps, &t->is_open, had + 1, had) ||
+            !dt__ps_room(ps, &t->opened, (had + 1) * sizeof k, t->n_opened * sizeof k))
+            return NULL;
+        memset(t->total.p + had * bytes, 0, bytes);
+        memset(t->micro.p + had * bytes, 0, bytes);
+        t->is_open.p[had] = 0;
+    }
+    if (!t->is_open.p[k]) {
+        t->is_open.p[k] = 1;
+        memcpy(t->opened.p + t->n_opened++ * sizeof k, &k, sizeof k);
+    }
+    return t->micro.p + k * bytes;
+}
+
+/* grads: rows of the table's type of gradients; or, with is_bf16, of bf16. */
+static dt_status dt__ps_accumulate(
+    dt_ps *ps, dt__ps_table *t, const uint64_t *keys, size_t n, const void *grads, int is_bf16) {
+    const size_t bytes = t->table->grad_bytes, width = (size_t)t->table->desc.width;
+    if (ps->micro != ps->ctx->micro) dt__ps_close_micro(ps);
+    ps->micro = ps->ctx->micro;
+    for (size_t i = 0; i < n; i++) {
+        char *sum = dt__ps_sum(ps, t, keys[i]);
+        if (!sum) return dt_error(ps->ctx);
+        if (!is_bf16) dt__table_add(t->table, sum, (const char *)grads + i * bytes);
+        for (size_t c = 0; c < width && is_bf16; c++)
+            ((float *)(void *)sum)[c] += dt__bf16_to_f32(((const uint16_t *)grads)[i * width + c]);
+    }
+    return DT_OK;
+}
+
+/* The next gradients are those of another micro-batch. */
+static void dt__ps_on_reset(dt_ctx *ctx, void *user) {
+    (void)ctx;
+    dt__ps_close_micro((dt_ps *)user);
+}
+
+/* ---- making and freeing ---- */
+
+static void dt__ps_drop_keys(dt_ps *ps, dt__ps_keys *set) {
+    dt__ps_drop(ps, &set->keys);
+    dt__ps_drop(ps, &set->slots);
+}
+
+static void dt__ps_free_requests(dt_ps *ps, dt__ps_request *r) {
+    while (r) {
+        dt__ps_request *next = r->next;
+        dt__ps_drop(ps, &r->payload);
+        dt_free(ps->ctx, DT_MEM_HOST, r, sizeof *r);
+        r = next;
+    }
+}
+
+/* Frees the parameter server, when the context is freed; the context frees the tables. */
+static void dt__ps_close(dt_ctx *ctx, void *user) {
+    dt_ps *ps = (dt_ps *)user;
+    size_t links = (size_t)ps->owners * sizeof *ps->links, n = (size_t)ps->ranks;
+    for (int i = 0; i < ps->n_tables; i++) {
+        dt__ps_table *t = &ps->tables[i];
+        dt__ps_buffer *all[] = { &t->total, &t->micro, &t->is_open, &t->opened };
+        for (int k = 0; k < 4; k++) dt__ps_drop(ps, all[k]);
+        dt__ps_drop_keys(ps, &t->set);
+    }
+    for (int i = 0; i < ps->desc.credits && ps->pulls; i++) {
+        dt_ps_pull *p = &ps->pulls[i];
+        dt__ps_buffer *all[] = { &p->number, &p->where, &p->keys, &p->rows };
+        for (int k = 0; k < 4; k++) dt__ps_drop(ps, all[k]);
+        dt__ps_drop_keys(ps, &p->set);
+        dt_free(ctx, DT_MEM_HOST, p->links, links);
+    }
+    dt__ps_buffer *all[] = { &ps->step, &ps->peer, &ps->reply, &ps->keys, &ps->grads };
+    for (int k = 0; k < 5; k++) dt__ps_drop(ps, all[k]);
+    if (ps->order_fd >= 0) ctx->io.close(ctx->io.user, ps->order_fd);
+    for (int w = 0; w < ps->workers && ps->steps; w++) dt__ps_free_requests(ps, ps->steps[w]);
+    dt__ps_free_requests(ps, ps->held);
+    dt__ps_free_requests(ps, ps->answers);
+    dt_free(ctx, DT_MEM_HOST, ps->tables, (size_t)ps->table_capacity * sizeof *ps->tables);
+    dt_free(ctx, DT_MEM_HOST, ps->pulls, (size_t)ps->desc.credits * sizeof *ps->pulls);
+    dt_free(ctx, DT_MEM_HOST, ps->links, links);
+    dt_free(ctx, DT_MEM_HOST, ps->counts, 4 * n * sizeof *ps->counts);
+    dt_free(ctx, DT_MEM_HOST, ps->numbers, 2 * n * sizeof *ps->numbers);
+    dt_free(ctx, DT_MEM_HOST, ps->rates, n * sizeof *ps->rates);
+    dt_free(ctx, DT_MEM_HOST, ps->payloads, (size_t)ps->workers * sizeof *ps->payloads);
+    dt_free(ctx, DT_MEM_HOST, ps->clocks, (size_t)ps->workers * sizeof *ps->clocks);
+    dt_free(ctx, DT_MEM_HOST, ps->steps, (size_t)ps->workers * sizeof *ps->steps);
+    dt_free(ctx, DT_MEM_HOST, ps, sizeof *ps);
+}
+
+/* Fails if this rank's digest differs from another's; what: the function and what is compared. */
+static dt_status dt__ps_compare(dt_ps *ps, const char *what, uint64_t digest) {
+    int64_t mine = (int64_t)digest;
+    if (dt_all_gather(ps->comm, &mine, ps->numbers, 1, DT_I64) != DT_OK) return dt_error(ps->ctx);
+    for (int r = 1; r < ps->ranks; r++)
+        if (ps->numbers[r] != ps->numbers[0])
+            return dt_fail(ps->ctx, DT_ERR_ARG, "%s differs between ranks 0 and %d of %s", what, r,
+                dt_comm_name(ps->comm));
+    return DT_OK;
+}
+
+static dt_status dt__ps_allocate(dt_ps *ps) {
+    dt_ctx *ctx = ps->ctx;
+    const char *what = "dt_ps_make";
+    size_t n = (size_t)ps->ranks, w = (size_t)ps->workers, o = (size_t)ps->owners;
+    ps->pulls =
+        (dt_ps_pull *)dt__host_zeroed(ctx, (size_t)ps->desc.credits * sizeof *ps->pulls, what);
+    ps->links = (dt__ps_link *)dt__host_zeroed(ctx, o * sizeof *ps->links, what);
+    ps->counts = (size_t *)dt__host_zeroed(ctx, 4 * n * sizeof *ps->counts, what);
+    ps->numbers = (int64_t *)dt__host_zeroed(ctx, 2 * n * sizeof *ps->numbers, what);
+    ps->rates = (double *)dt__host_zeroed(ctx, n * sizeof *ps->rates, what);
+    ps->payloads = (const char **)dt__host_zeroed(ctx, w * sizeof *ps->payloads, what);
+    ps->clocks = (int64_t *)dt__host_zeroed(ctx, w * sizeof *ps->clocks, what);
+    ps->steps = (dt__ps_request **)dt__host_zeroed(ctx, w * sizeof *ps->steps, what);
+    for (int i = 0; i < ps->desc.credits && ps->pulls; i++) {
+        ps->pulls[i].slot = i;
+        ps->pulls[i].links = (dt__ps_link *)dt__host_zeroed(ctx, o * sizeof *ps->links, what);
+    }
+    return dt_error(ctx);
+}
+
+dt_ps *dt_ps_make(dt_ctx *ctx, dt_ps_desc desc) {
+    if (dt_error(ctx) != DT_OK) return NULL;
+    if (!desc.comm) desc.comm = dt_world(ctx);
+    if (desc.credits == 0) desc.credits = DT_PS_CREDITS;
+    const int ranks = dt_comm_size(desc.comm);
+    const char *why = desc.servers < 0 || desc.servers >= ranks ? "servers: 0 to ranks - 1"
+                      : desc.mode < 0 || desc.mode > DT_PS_SSP  ? "mode: a DT_PS_*"
+                      : desc.servers == 0 && desc.mode != DT_PS_SYNC
+                          ? "mode: without servers only DT_PS_SYNC"
+                      : desc.staleness < 0 || (desc.staleness > 0 && desc.mode != DT_PS_SSP)
+                          ? "staleness: not negative, and only for DT_PS_SSP"
+                      : desc.record && desc.replay              ? "record or replay, not both"
+                      : desc.credits < 1 || desc.credits > 1024 ? "credits: 1 to 1,024"
+                                                                : NULL;
+    if (why) return dt_fail(ctx, DT_ERR_ARG, "dt_ps_make: %s", why), (dt_ps *)NULL;
+    dt_ps *ps = (dt_ps *)dt__host_zeroed(ctx, sizeof *ps, "dt_ps_make");
+    if (!ps) return NULL;
+    ps->ctx = ctx;
+    ps->desc = desc;
+    ps->order_fd = -1;
+    ps->ranks = ranks;
+    ps->rank = dt_comm_rank(desc.comm);
+    ps->workers = ranks - desc.servers;
+    ps->owners = desc.servers ? desc.servers : ranks;
+    ps->first_owner = desc.servers ? ps->workers : 0;
+    ps->bound = desc.mode == DT_PS_ASYNC ? INT64_MAX : desc.staleness;
+    ps->listener.closing = dt__ps_close;
+    ps->listener.reset = dt__ps_on_reset;
+    ps->listener.user = ps;
+    dt_listen(ctx, &ps->listener);
+    int settings[] = { desc.servers, desc.mode, desc.staleness, desc.credits };
+    if (desc.comm) ps->comm = dt_comm_split(desc.comm, 0, 0, "ps");
+    if (dt__ps_allocate(ps) != DT_OK ||
+        dt__ps_compare(ps, "dt_ps_make: a setting", dt__digest(1, settings, sizeof settings)))
+        return NULL; /* the context frees it */
+    return ps;
+}
+
+int dt_ps_is_server(const dt_ps *ps) { return ps && ps->desc.servers && ps->rank >= ps->workers; }
+
+static int dt__ps_is_owner(const dt_ps *ps) { return ps->rank >= ps->first_owner; }
+
+static uint64_t dt__ps_table_digest(const dt_table_desc *d) {
+    double reals[] = { d->init.scale, d->beta1, d->beta2, d->eps, d->initial_accumulator, d->l1,
+        d->l2, d->ftrl_beta, d->admit_probability, d->threshold, d->decay, d->show_weight,
+        d->click_weight };
+    int64_t integers[] = { d->width, d->dtype, d->init.kind, d->optimizer, d->admit_count, d->ttl,
+        d->states };
+    uint64_t h = dt__digest(dt__digest(1, reals, sizeof reals), integers, sizeof integers);
+    return d->name ? dt__digest(h, d->name, strlen(d->name)) : h;
+}
+
+int dt_ps_table(dt_ps *ps, dt_table_desc desc) {
+    if (dt__ps_usable(ps) != DT_OK ||
+        dt__ps_compare(ps, "dt_ps_table: the table's description", dt__ps_table_digest(&desc)))
+        return -1;
+    dt__ps_table *grown = (dt__ps_table *)dt__grow(
+        ps->ctx, ps->tables, ps->n_tables, &ps->table_capacity, sizeof *grown, "dt_ps_table");
+    if (!grown) return -1;
+    ps->tables = grown;
+    if (!dt__ps_is_owner(ps)) desc.memory_limit = 0;
+    dt_table *table = dt_table_make(ps->ctx, desc);
+    if (!table) return -1;
+    memset(&grown[ps->n_tables], 0, sizeof *grown);
+    grown[ps->n_tables].table = table;
+    return ps->n_tables++;
+}
+
+dt_table *dt_ps_owned(const dt_ps *ps, int table) {
+    int owned = ps && table >= 0 && table < ps->n_tables && dt__ps_is_owner(ps);
+    return owned ? ps->tables[table].table : NULL;
+}
+
+dt_ps_stats dt_ps_info(const dt_ps *ps) {
+    dt_ps_stats none;
+    memset(&none, 0, sizeof none);
+    return ps ? ps->stats : none;
+}
+
+/* Returns a table, or NULL if this rank is no worker that may use it now. */
+static dt__ps_table *dt__ps_use(dt_ps *ps, const char *func, int table) {
+    if (dt__ps_usable(ps) != DT_OK) return NULL;
+    const char *why = dt_ps_is_server(ps)                  ? "this rank is a server"
+                      : ps->has_ended                      ? "dt_ps_end was called"
+                      : table < 0 || table >= ps->n_tables ? "no such table"
+                                                           : NULL;
+    if (!why) return &ps->tables[table];
+    dt_fail(ps->ctx, DT_ERR_ARG, "%s: table %d: %s", func, table, why);
+    return NULL;
+}
+
+dt_status dt_ps_add(dt_ps *ps, int table, const uint64_t *keys, size_t n, const void *grads) {
+    dt__ps_table *t = dt__ps_use(ps, "dt_ps_add", table);
+    if (!t) return dt__ps_usable(ps);
+    if (n > 1u << 30 || (n > 0 && (!keys || !grads)))
+        return dt_fail(ps->ctx, DT_ERR_ARG, "dt_ps_add(%s): %zu keys at %p, gradients at %p",
+            dt__printable_name(t->table->desc.name).s, n, (const void *)keys, grads);
+    return dt__ps_accumulate(ps, t, keys, n, grads, 0);
+}
+
+/* ---- pull ---- */
+
+/* Sorts the distinct keys of a pull by owner, and fills in `where` and the links. */
+static dt_status dt__ps_sort(dt_ps *ps, dt_ps_pull *p, size_t row_bytes, size_t head) {
+    const size_t u = p->set.n;
+    uint64_t *sorted = (uint64_t *)(void *)dt__ps_room(ps, &p->keys, u * sizeof *sorted, 0);
+    size_t *where = (size_t *)(void *)dt__ps_room(ps, &p->where, u * sizeof *where, 0);
+    if (!sorted || !where) return dt_error(ps->ctx);
+    const uint64_t *keys = dt__ps_key_list(&p->set);
+    size_t at = 0, bytes = 0;
+    for (int o = 0; o < ps->owners; o++) p->links[o].n = 0;
+    for (size_t k = 0; k < u; k++) p->links[dt__ps_owner(ps, keys[k])].n++;
+    for (int o = 0; o < ps->owners; o++) {
+        dt__ps_link *l = &p->links[o];
+        l->offset = at;
+        l->answer = bytes;
+        at += l->n;
+        bytes += l->n > 0 ? head + l->n * row_bytes : 0;
+        l->n = 0;
+    }
+    for (size_t k = 0; k < u; k++) {
+        dt__ps_link *l = &p->links[dt__ps_owner(ps, keys[k])];
+        sorted[l->offset + l->n] = keys[k];
+        where[k] = l->answer + head + l->n++ * row_bytes;
+    }
+    ps->stats.pulled += (int64_t)u;
+    ps->stats.bytes += (int64_t)(u * (sizeof *keys + row_bytes));
+    dt__ps_room(ps, &p->rows, bytes, 0);
+    return dt_error(ps->ctx);
+}
+
+/* Owned mode: two all-to-alls bring the keys to their owners and the rows back. */
+static dt_status dt__ps_exchange_rows(dt_ps *ps, dt_ps_pull *p, dt_table *table) {
+    const size_t n = (size_t)ps->ranks;
+    size_t *to = ps->counts, *from = to + n, *rows_to = from + n, *rows_from = rows_to + n;
+    int64_t *mine = ps->numbers, *theirs = mine + n;
+    size_t sum = 0;
+    for (int o = 0; o < ps->owners; o++) mine[o] = (int64_t)p->links[o].n;
+    if (dt_all_to_all(ps->comm, mine, theirs, 1, DT_I64) != DT_OK) return dt_error(ps->ctx);
+    for (size_t r = 0; r < n; r++) {
+        to[r] = (size_t)mine[r];
+        sum += from[r] = (size_t)theirs[r];
+        rows_from[r] = to[r] * table->row_bytes;
+        rows_to[r] = from[r] * table->row_bytes;
+    }
+    char *keys = dt__ps_room(ps, &ps->peer, sum * sizeof(uint64_t), 0),
+         *rows = dt__ps_room(ps, &ps->reply, sum * table->row_bytes, 0);
+    if (!keys || !rows || dt_all_to_all_v(ps->comm, p->keys.p, to, keys, from, DT_I64) != DT_OK ||
+        dt_table_pull(table, (const uint64_t *)(void *)keys, sum, rows) != DT_OK)
+        return dt_error(ps->ctx);
+    ps->stats.staleness[0]++;
+    return dt_all_to_all_v(ps->comm, rows, rows_to, p->rows.p, rows_from, DT_U8);
+}
+
+/* Served mode: sends the keys to their owners and receives the answers. */
+static void dt__ps_request_rows(dt_ps *ps, dt_ps_pull *p, size_t row_bytes) {
+    const size_t head = sizeof(dt__ps_header);
+    for (int o = 0; o < ps->owners; o++) {
+        dt__ps_link *l = &p->links[o];
+        size_t bytes = l->n * sizeof(uint64_t);
+        dt__ps_header h = { DT__PS_PULL, p->table, p->slot, 0, p->clock, (int64_t)l->n,
+            (int64_t)bytes, 0, { 0, 0 } };
+        l->header = h;
+        if (l->n == 0) continue;
+        l->work[0] = dt_recv_start(ps->comm, p->rows.p + l->answer, head + l->n * row_bytes, DT_U8,
+            ps->first_owner + o, DT__PS_TAG_ANSWER + p->slot);
+        l->work[1] = dt_send_start(
+            ps->comm, &l->header, head, DT_U8, ps->first_owner + o, DT__PS_TAG_HEADER);
+        l->work[2] = dt_send_start(ps->comm, p->keys.p + l->offset * sizeof(uint64_t), bytes, DT_U8,
+            ps->first_owner + o, DT__PS_TAG_PAYLOAD);
+    }
+}
+
+dt_ps_pull *dt_ps_pull_start(dt_ps *ps, int table, const uint64_t *keys, size_t n, void *rows) {
+    dt__ps_table *t = dt__ps_use(ps, "dt_ps_pull_start", table);
+    dt_ps_pull *p = NULL;
+    if (!t) return NULL;
+    for (int i = 0; i < ps->desc.credits && !p; i++)
+        if (!ps->pulls[i].busy) p = &ps->pulls[i];
+    if (!p || n > 1u << 30 || (n > 0 && (!keys || !rows)))
+        return dt_fail(ps->ctx, DT_ERR_ARG,
+                   "dt_ps_pull_start(%s): %zu keys at %p, rows at %p; at most %d pulls under way",
+                   dt__printable_name(t->table->desc.name).s, n, (const void *)keys, rows,
+                   ps->desc.credits),
+               (dt_ps_pull *)NULL;
+    p->table = table;
+    p->clock = ps->stats.clock;
+    p->n = n;
+    p->out = rows;
+    dt__ps_clear(&p->set);
+    uint32_t *number = (uint32_t *)(void *)dt__ps_room(ps, &p->number, n * sizeof *number, 0);
+    for (size_t i = 0; i < n && dt_error(ps->ctx) == DT_OK; i++)
+        number[i] = dt__ps_number(ps, &p->set, keys[i]);
+    size_t head = ps->desc.servers ? sizeof(dt__ps_header) : 0;
+    if (dt_error(ps->ctx) != DT_OK || dt__ps_sort(ps, p, t->table->row_bytes, head) != DT_OK)
+        return NULL;
+    p->busy = 1;
+    if (ps->desc.servers)
+        dt__ps_request_rows(ps, p, t->table->row_bytes);
+    else
+        dt__ps_exchange_rows(ps, p, t->table);
+    return dt_error(ps->ctx) == DT_OK ? p : NULL;
+}
+
+/* Waits for a link's works. */
+static void dt__ps_finish_link(dt_ps *ps, dt__ps_link *l) {
+    for (int i = 0; i < 3; i++)
+        if (l->work[i]) dt_wait(ps->ctx, l->work[i]);
+    memset(l->work, 0, sizeof l->work);
+}
+
+dt_status dt_ps_wait(dt_ps *ps, dt_ps_pull *p) {
+    if (dt__ps_usable(ps) != DT_OK || !p) return dt__ps_usable(ps);
+    if (!p->busy) return dt_fail(ps->ctx, DT_ERR_ARG, "dt_ps_wait: no pull is under way");
+    for (int o = 0; o < ps->owners; o++) {
+        dt__ps_link *l = &p->links[o];
+        if (!l->work[0]) continue;
+        dt__ps_finish_link(ps, l);
+        if (dt_error(ps->ctx) != DT_OK) return dt_error(ps->ctx);
+        dt__ps_header answer;
+        memcpy(&answer, p->rows.p + l->answer, sizeof answer);
+        int64_t stale = p->clock - answer.clock;
+        if (stale < 0) stale = 0;
+        ps->stats.staleness[stale < DT_PS_HISTOGRAM ? stale : DT_PS_HISTOGRAM - 1]++;
+    }
+    const size_t bytes = ps->tables[p->table].table->row_bytes;
+    const uint32_t *number = (const uint32_t *)(void *)p->number.p;
+    const size_t *where = (const size_t *)(void *)p->where.p;
+    for (size_t i = 0; i < p->n; i++)
+        memcpy((char *)p->out + i * bytes, p->rows.p + where[number[i]], bytes);
+    p->busy = 0;
+    return dt_error(ps->ctx);
+}
+
+/* ---- embedding ---- */
+
+typedef struct dt__ps_lookup { /* what the op saves for its backward; the keys follow */
+    dt_ps *ps;
+    int table;
+} dt__ps_lookup;
+
+static dt_status dt__ps_embedding_back(dt_node *node) {
+    const dt__ps_lookup *s = (const dt__ps_lookup *)node->saved;
+    dt__ps_table *t = &s->ps->tables[s->table];
+    size_t n = (size_t)dt_count(node->out->shape) / (size_t)t->table->desc.width;
+    return dt__ps_accumulate(s->ps, t, (const uint64_t *)(const void *)(s + 1), n, node->out->grad,
+        node->out->dtype == DT_BF16);
+}
+
+dt_tensor *dt_ps_embedding(dt_ps *ps, int table, const uint64_t *keys, dt_shape shape) {
+    dt__ps_table *t = dt__ps_use(ps, "dt_ps_embedding", table);
+    if (!t) return NULL;
+    if (ps->ctx->kernels.alloc)
+        return dt_fail(ps->ctx, DT_ERR_UNSUPPORTED, "dt_ps_embedding: CPU tensors only"),
+               (dt_tensor *)NULL;
+    if (shape.nd >= DT_MAX_DIMS)
+        return dt_fail(ps->ctx, DT_ERR_ARG, "dt_ps_embedding: keys of at most %d dimensions",
+                   DT_MAX_DIMS - 1),
+               (dt_tensor *)NULL;
+    size_t n = (size_t)dt_count(shape);
+    shape.d[shape.nd++] = t->table->desc.width;
+    /* the tape records an op only if an input needs a gradient: this one stands for the table */
+    dt_tensor *source = dt_require_grad(dt_new(ps->ctx, t->table->desc.dtype, DT_SHAPE(1)));
+    dt_tensor *out = source ? dt_new(ps->ctx, t->table->desc.dtype, shape) : NULL;
+    if (!out || dt_ps_wait(ps, dt_ps_pull_start(ps, table, keys, n, out->data)) != DT_OK)
+        return NULL;
+    dt__ps_lookup *saved =
+        (dt__ps_lookup *)dt_record_saved(out, (dt_record_desc){ .name = "dt_ps_embedding",
+                                                  .in = { source },
+                                                  .backward = dt__ps_embedding_back,
+                                                  .saved_bytes = sizeof *saved + n * sizeof *keys,
+                                                  .unread_inputs = 1 });
+    if (!saved) return dt_error(ps->ctx) == DT_OK ? out : NULL;
+    saved->ps = ps;
+    saved->table = table;
+    if (n > 0) memcpy(saved + 1, keys, n * sizeof *keys);
+    return out;
+}
+
+// ==== 28. Parameter server: steps, servers ======================================================
+
+/* ---- applying steps ---- */
+
+static size_t dt__ps_padded(size_t bytes) { return (bytes + 7) & ~(size_t)7; }
+
+/* Returns the bytes of a step's payload: `counts` keys of each table. With `table` only the bytes
+   before the keys of that table. */
+static size_t dt__ps_step_bytes(const dt_ps *ps, const int64_t *counts, int table) {
+    size_t bytes = (size_t)ps->n_tables * sizeof *counts;
+    for (int i = 0; i < table; i++)
+        bytes += (size_t)counts[i] * sizeof(uint64_t) +
+                 dt__ps_padded((size_t)counts[i] * ps->tables[i].table->grad_bytes);
+    return bytes;
+}
+
+/* Applies the steps ps->payloads of all workers of one clock, or of one worker; NULL: no step. Each
+   table gets one push with the keys of all of them, so the sums of a key that several workers send
+   are added in worker order. */
+static dt_status dt__ps_apply(dt_ps *ps, double lr, int64_t clock) {
+    for (int i = 0; i < ps->n_tables && dt_error(ps->ctx) == DT_OK; i++) {
+        dt_table *table = ps->tables[i].table;
+        size_t all = 0, at = 0, senders = 0;
+        for (int w = 0; w < ps->workers; w++)
+            if (ps->payloads[w]) all += (size_t)((const int64_t *)(const void *)ps->payloads[w])[i];
+        char *keys = dt__ps_room(ps, &ps->keys, all * sizeof(uint64_t), 0),
+             *grads = dt__ps_room(ps, &ps->grads, all * table->grad_bytes, 0);
+        if (!keys || !grads) break;
+        for (int w = 0; w < ps->workers; w++) {
+            const int64_t *counts = (const int64_t *)(const void *)ps->payloads[w];
+            size_t n = counts ? (size_t)counts[i] : 0;
+            if (n == 0) continue;
+            const char *from = ps->payloads[w] + dt__ps_step_bytes(ps, counts, i);
+            memcpy(keys + at * sizeof(uint64_t), from, n * sizeof(uint64_t));
+            memcpy(
+                grads + at * table->grad_bytes, from + n * sizeof(uint64_t), n * table->grad_bytes);
+            at += n;
+            senders++;
+        }
+        if (clock < table->stats.clock) clock = table->stats.clock;
+        dt_table_push(table, (const uint64_t *)(void *)keys, all, grads,
+            (dt_table_push_desc){ .lr = lr, .clock = clock, .unique = senders <= 1 });
+    }
+    return dt_error(ps->ctx);
+}
+
+/* ---- a worker's step ---- */
+
+static dt_status dt__ps_check_sums(dt_ps *ps) {
+    for (int i = 0; i < ps->n_tables; i++) {
+        const dt__ps_table *t = &ps->tables[i];
+        for (size_t k = 0; k < t->set.n; k++) {
+            int column = dt__table_bad_column(t->table, t->total.p + k * t->table->grad_bytes);
+            if (column < 0) continue;
+            return dt_fail(ps->ctx, DT_ERR_NUMERIC,
+                "dt_ps_step: worker %d: the gradient of key %llu of table '%s', column %d, is not "
+                "finite",
+                ps->rank, (unsigned long long)dt__ps_key_list(&t->set)[k],
+                dt__printable_name(t->table->desc.name).s, column);
+        }
+    }
+    return DT_OK;
+}
+
+/* Writes the payloads of a step to ps->step, and their places to ps->links. */
+static dt_status dt__ps_pack(dt_ps *ps) {
+    const size_t tables = (size_t)ps->n_tables, head = tables * sizeof(int64_t);
+    size_t bytes = 0;
+    int64_t *counts = (int64_t *)(void *)dt__ps_room(
+        ps, &ps->keys, (size_t)ps->owners * head, 0); /* (owners,tables) */
+    if (!counts) return dt_error(ps->ctx);
+    memset(counts, 0, (size_t)ps->owners * head);
+    for (size_t i = 0; i < tables; i++)
+        for (size_t k = 0; k < ps->tables[i].set.n; k++) {
+            int o = dt__ps_owner(ps, dt__ps_key_list(&ps->tables[i].set)[k]);
+            counts[(size_t)o * tables + i]++;
+        }
+    for (int o = 0; o < ps->owners; o++) {
+        ps->links[o].offset = bytes;
+        ps->links[o].n = dt__ps_step_bytes(ps, counts + (size_t)o * tables, ps->n_tables);
+        bytes += ps->links[o].n;
+    }
+    char *step = dt__ps_room(ps, &ps->step, bytes, 0);
+    if (!step) return dt_error(ps->ctx);
+    memset(step, 0, bytes); /* the padding too */
+    for (int o = 0; o < ps->owners; o++)
+        if (head > 0) memcpy(step + ps->links[o].offset, counts + (size_t)o * tables, head);
+    memset(counts, 0, (size_t)ps->owners * head); /* from here on: keys written */
+    for (size_t i = 0; i < tables; i++) {
+        const dt__ps_table *t = &ps->tables[i];
+        const size_t row = t->table->grad_bytes;
+        ps->stats.pushed += (int64_t)t->set.n;
+        for (size_t k = 0; k < t->set.n; k++) {
+            uint64_t key = dt__ps_key_list(&t->set)[k];
+            int o = dt__ps_owner(ps, key);
+            const int64_t *all = (const int64_t *)(void *)(step + ps->links[o].offset);
+            char *part = (char *)(uintptr_t)all + dt__ps_step_bytes(ps, all, (int)i);
+            size_t j = (size_t)counts[(size_t)o * tables + i]++;
+            memcpy(part + j * sizeof key, &key, sizeof key);
+            memcpy(part + (size_t)all[i] * sizeof key + j * row, t->total.p + k * row, row);
+        }
+    }
+    ps->stats.bytes += (int64_t)bytes;
+    return DT_OK;
+}
+
+static dt_status dt__ps_same_lr(dt_ps *ps, int worker, double lr, double first) {
+    if (lr == first) return DT_OK;
+    return dt_fail(ps->ctx, DT_ERR_ARG,
+        "dt_ps_step: the learning rates of one step differ: %g on worker %d, and %g", lr, worker,
+        first);
+}
+
+/* Owned mode: exchanges the payloads, then each owner applies those of all ranks. */
+static dt_status dt__ps_exchange_steps(dt_ps *ps, double lr) {
+    const size_t n = (size_t)ps->ranks;
+    size_t *to = ps->counts, *from = to + n, sum = 0;
+    int64_t *mine = ps->numbers, *theirs = mine + n;
+    for (size_t r = 0; r < n; r++) mine[r] = (int64_t)(to[r] = ps->links[r].n);
+    if (dt_all_to_all(ps->comm, mine, theirs, 1, DT_I64) != DT_OK ||
+        dt_all_gather(ps->comm, &lr, ps->rates, 1, DT_F64) != DT_OK)
+        return dt_error(ps->ctx);
+    for (size_t r = 0; r < n; r++) {
+        sum += from[r] = (size_t)theirs[r];
+        if (dt__ps_same_lr(ps, (int)r, ps->rates[r], ps->rates[0]) != DT_OK)
+            return dt_error(ps->ctx);
+    }
+    char *all = dt__ps_room(ps, &ps->peer, sum, 0);
+    if (!all || dt_all_to_all_v(ps->comm, ps->step.p, to, all, from, DT_U8) != DT_OK)
+        return dt_error(ps->ctx);
+    for (size_t r = 0; r < n; r++) {
+        ps->payloads[r] = all;
+        all += from[r];
+    }
+    return dt__ps_apply(ps, lr, ps->stats.clock);
+}
+
+/* Served mode: waits until all owners have acknowledged the last step. */
+static dt_status dt__ps_await_step(dt_ps *ps) {
+    for (int o = 0; o < ps->owners; o++) dt__ps_finish_link(ps, &ps->links[o]);
+    return dt_error(ps->ctx);
+}
+
+/* Served mode: sends a step, or with op DT__PS_END the end, to each owner. */
+static void dt__ps_send_step(dt_ps *ps, int op, double lr) {
+    for (int o = 0; o < ps->owners; o++) {
+        dt__ps_link *l = &ps->links[o];
+        int to = ps->first_owner + o;
+        size_t bytes = op == DT__PS_STEP ? l->n : 0;
+        dt__ps_header h = { op, 0, 0, 0, ps->stats.clock, 0, (int64_t)bytes, lr, { 0, 0 } };
+        l->header = h;
+        l->work[0] = dt_recv_start(ps->comm, &l->ack, sizeof l->ack, DT_U8, to, DT__PS_TAG_ACK);
+        l->work[1] = dt_send_start(ps->comm, &l->header, sizeof h, DT_U8, to, DT__PS_TAG_HEADER);
+        if (bytes > 0)
+            l->work[2] = dt_send_start(
+                ps->comm, ps->step.p + l->offset, bytes, DT_U8, to, DT__PS_TAG_PAYLOAD);
+    }
+}
+
+dt_status dt_ps_step(dt_ps *ps, double lr) {
+    if (dt__ps_usable(ps) != DT_OK) return dt__ps_usable(ps);
+    if (dt_ps_is_server(ps) || ps->has_ended || !isfinite(lr))
+        return dt_fail(ps->ctx, DT_ERR_ARG, "dt_ps_step: %s; learning rate %g",
+            dt_ps_is_server(ps) ? "this rank is a server"
+            : ps->has_ended     ? "dt_ps_end was called"
+                                : "a worker",
+            lr);
+    dt__ps_close_micro(ps);
+    if (dt__ps_await_step(ps) != DT_OK || dt__ps_check_sums(ps) != DT_OK ||
+        dt__ps_pack(ps) != DT_OK)
+        return dt_error(ps->ctx);
+    if (ps->desc.servers)
+        dt__ps_send_step(ps, DT__PS_STEP, lr);
+    else
+        dt__ps_exchange_steps(ps, lr);
+    for (int i = 0; i < ps->n_tables; i++) dt__ps_clear(&ps->tables[i].set);
+    ps->stats.clock++;
+    return dt_error(ps->ctx);
+}
+
+dt_status dt_ps_end(dt_ps *ps) {
+    if (dt__ps_usable(ps) != DT_OK) return dt__ps_usable(ps);
+    if (dt_ps_is_server(ps) || ps->has_ended)
+        return dt_fail(ps->ctx, DT_ERR_ARG, "dt_ps_end: %s",
+            ps->has_ended ? "called twice" : "this rank is a server");
+    ps->has_ended = 1;
+    if (!ps->desc.servers || dt__ps_await_step(ps) != DT_OK) return dt_error(ps->ctx);
+    dt__ps_send_step(ps, DT__PS_END, 0);
+    return dt__ps_await_step(ps);
+}
+
+/* ---- a server ---- */
+
+static dt__ps_request *dt__ps_request_make(dt_ps *ps, size_t bytes) {
+    dt__ps_request *r = (dt__ps_request *)dt__host_zeroed(ps->ctx, sizeof *r, "dt_ps_serve");
+    if (r && dt__ps_room(ps, &r->payload, bytes, 0)) return r;
+    dt__ps_free_requests(ps, r);
+    return NULL;
+}
+
+static int64_t dt__ps_slowest(const dt_ps *ps) {
+    int64_t slowest = INT64_MAX;
+    for (int w = 0; w < ps->workers; w++)
+        if (ps->clocks[w] < slowest) slowest = ps->clocks[w];
+    return slowest;
+}
+
+/* Starts to send an answer, `bytes` long, to the worker of a request. Takes the answer over. */
+static void dt__ps_answer(dt_ps *ps, dt__ps_request *answer, int to, size_t bytes, int tag) {
+    dt__ps_header h = { 0, 0, 0, 0, dt__ps_slowest(ps), 0, 0, 0, { 0, 0 } };
+    memcpy(answer->payload.p, &h, sizeof h);
+    answer->work = dt_send_start(ps->comm, answer->payload.p, bytes, DT_U8, to, tag);
+    answer->next = ps->answers;
+    ps->answers = answer;
+}
+
+static void dt__ps_acknowledge(dt_ps *ps, int worker) {
+    dt__ps_request *answer = dt__ps_request_make(ps, sizeof(dt__ps_header));
+    if (answer) dt__ps_answer(ps, answer, worker, sizeof(dt__ps_header), DT__PS_TAG_ACK);
+}
+
+/* Answers the held pulls that the slowest worker allows. The test of the bound is the only one in
+   the protocol: synchronous training is the bound 0. */
+static void dt__ps_release(dt_ps *ps) {
+    const int64_t slowest = dt__ps_slowest(ps);
+    for (dt__ps_request **at = &ps->held; *at && dt_error(ps->ctx) == DT_OK;) {
+        dt__ps_request *r = *at;
+        if (ps->bound != INT64_MAX && slowest < r->header.clock - ps->bound) {
+            at = &r->next;
+            continue;
+        }
+        *at = r->next;
+        r->next = NULL;
+        dt_table *table = ps->tables[r->header.table].table;
+        size_t n = (size_t)r->header.n, head = sizeof r->header, bytes = n * table->row_bytes;
+        dt__ps_request *answer = dt__ps_request_make(ps, head + bytes);
+        if (answer && dt_table_pull(table, (const uint64_t *)(void *)r->payload.p, n,
+                          answer->payload.p + head) == DT_OK)
+            dt__ps_answer(ps, answer, r->from, head + bytes, DT__PS_TAG_ANSWER + r->header.slot);
+        else
+            dt__ps_free_requests(ps, answer);
+        ps->stats.pulled += (int64_t)n;
+        ps->stats.bytes += (int64_t)(n * sizeof(uint64_t) + bytes);
+        dt__ps_free_requests(ps, r);
+    }
+}
+
+/* Applies a step that has come, unless it must wait for those of the other workers. */
+static void dt__ps_apply_one(dt_ps *ps, dt__ps_request *r) {
+    memset(ps->payloads, 0, (size_t)ps->workers * sizeof *ps->payloads);
+    ps->payloads[r->from] = r->payload.p;
+    dt__ps_apply(ps, r->header.lr, r->header.clock);
+    dt__ps_acknowledge(ps, r->from);
+    dt__ps_free_requests(ps, r);
+}
+
+/* Applies the steps of one clock together, when no worker's step is missing. */
+static void dt__ps_apply_all(dt_ps *ps) {
+    double lr = 0;
+    int n = 0;
+    for (int w = 0; w < ps->workers; w++)
+        if (!ps->steps[w] && ps->clocks[w] != INT64_MAX) return;
+    for (int w = 0; w < ps->workers; w++) {
+        const dt__ps_request *r = ps->steps[w];
+        ps->payloads[w] = r ? r->payload.p : NULL;
+        if (!r) continue;
+        if (n++ == 0) lr = r->header.lr;
+        if (dt__ps_same_lr(ps, w, r->header.lr, lr) != DT_OK) return;
+    }
+    if (n == 0) return;
+    dt__ps_apply(ps, lr, ps->applied++);
+    for (int w = 0; w < ps->workers && dt_error(ps->ctx) == DT_OK; w++) {
+        if (!ps->steps[w]) continue;
+        ps->clocks[w]++;
+        dt__ps_acknowledge(ps, w);
+        dt__ps_free_requests(ps, ps->steps[w]);
+        ps->steps[w] = NULL;
+    }
+}
+
+/* Takes a request over. */
+static void dt__ps_handle(dt_ps *ps, dt__ps_request *r) {
+    const int worker = r->from;
+    if (r->header.op == DT__PS_PULL) {
+        dt__ps_request **at = &ps->held;
+        while (*at) at = &(*at)->next;
+        *at = r;
+        ps->stats.held +=
+            ps->bound != INT64_MAX && dt__ps_slowest(ps) < r->header.clock - ps->bound;
+    } else if (r->header.op == DT__PS_STEP && ps->bound == 0) {
+        ps->steps[worker] = r;
+    } else if (r->header.op == DT__PS_STEP) {
+        ps->clocks[worker]++;
+        dt__ps_apply_one(ps, r);
+    } else {
+        ps->clocks[worker] = INT64_MAX;
+        dt__ps_acknowledge(ps, worker);
+        dt__ps_free_requests(ps, r);
+    }
+    if (ps->bound == 0) dt__ps_apply_all(ps);
+    dt__ps_release(ps);
+}
+
+/* Frees the answers that have been sent; with `all`, waits for the others. */
+static void dt__ps_reap(dt_ps *ps, int all) {
+    for (dt__ps_request **at = &ps->answers; *at && dt_error(ps->ctx) == DT_OK;) {
+        dt__ps_request *r = *at;
+        if (!all && !dt_test(ps->ctx, r->work)) {
+            at = &r->next;
+            continue;
+        }
+        dt_wait(ps->ctx, r->work);
+        *at = r->next;
+        r->next = NULL;
+        dt__ps_free_requests(ps, r);
+    }
+}
+
+/* ---- record and replay ---- */
+
+/* Reads or writes the part of the order file that ends before request ps->order_at. */
+static dt_status dt__ps_order_transfer(dt_ps *ps, int writing, int64_t from, int64_t n) {
+    int end = 0;
+    const int64_t size = (int64_t)sizeof *ps->order;
+    int64_t done = dt__io_transfer(
+        &ps->ctx->io, ps->order_fd, writing, ps->order, n * size, from * size, &end);
+    if (done == n * size) return DT_OK;
+    if (done >= 0 && !writing)
+        return dt_fail(ps->ctx, DT_ERR_ARG, "dt_ps_serve: the file %s.%d ends after %lld requests",
+            ps->desc.replay, ps->rank - ps->workers, (long long)from + (long long)(done / size));
+    if (end) errno = ENOSPC;
+    return dt__io_fail(ps->ctx, "dt_ps_serve: %s.%d", writing ? ps->desc.record : ps->desc.replay,
+        ps->rank - ps->workers);
+}
+
+static dt_status dt__ps_order_open(dt_ps *ps) {
+    const char *path = ps->desc.record ? ps->desc.record : ps->desc.replay;
+    char text[DT__PATH_BYTES];
+    if (!path) return DT_OK;
+    int length = snprintf(text, sizeof text, "%s.%d", path, ps->rank - ps->workers);
+    if (dt__path_check(ps->ctx, "dt_ps_serve", path, length) != DT_OK) return dt_error(ps->ctx);
+    ps->order_fd = dt__open(&ps->ctx->io, text, ps->desc.record ? DT_IO_CREATE : DT_IO_READ);
+    return ps->order_fd < 0 ? dt__io_fail(ps->ctx, "dt_ps_serve: %s", text) : DT_OK;
+}
+
+/* Notes a request in the order file. */
+static dt_status dt__ps_order_note(dt_ps *ps, int32_t entry) {
+    ps->order[ps->order_at++ % DT__PS_ORDER] = entry;
+    return ps->order_at % DT__PS_ORDER > 0
+               ? DT_OK
+               : dt__ps_order_transfer(ps, 1, ps->order_at - DT__PS_ORDER, DT__PS_ORDER);
+}
+
+/* Returns the next request of the order file, or -1 on failure. */
+static int32_t dt__ps_order_next(dt_ps *ps) {
+    const int64_t at = ps->order_at++, size = (int64_t)sizeof *ps->order;
+    if (at % DT__PS_ORDER == 0) {
+        int64_t bytes = ps->ctx->io.size(ps->ctx->io.user, ps->order_fd);
+        int64_t n = bytes < 0 ? 1 : bytes / size - at;
+        if (n < 1) n = 1; /* this read says what is wrong */
+        if (n > DT__PS_ORDER) n = DT__PS_ORDER;
+        if (dt__ps_order_transfer(ps, 0, at, n) != DT_OK) return -1;
+        if (n < DT__PS_ORDER) ps->order[n] = -1;
+    }
+    int32_t entry = ps->order[at % DT__PS_ORDER];
+    if (entry < 0 || entry / 4 >= ps->workers)
+        dt_fail(ps->ctx, DT_ERR_ARG, "dt_ps_serve: request %lld is not in the file %s.%d",
+            (long long)at, ps->desc.replay, ps->rank - ps->workers);
+    return dt_error(ps->ctx) == DT_OK ? entry : -1;
+}
+
+/* Receives the next request: its header from any worker, or in a replay from the recorded one, then
+   its payload from the same worker. */
+static dt__ps_request *dt__ps_receive(dt_ps *ps) {
+    dt__ps_header h;
+    int from = 0;
+    int32_t entry = ps->desc.replay ? dt__ps_order_next(ps) : 0;
+    if (entry < 0) return NULL;
+    dt_work *work =
+        ps->desc.replay
+            ? dt_recv_start(ps->comm, &h, sizeof h, DT_U8, entry / 4, DT__PS_TAG_HEADER)
+            : dt_recv_any_start(ps->comm, &h, sizeof h, DT_U8, DT__PS_TAG_HEADER, &from);
+    if (dt_wait_idle(ps->ctx, work) != DT_OK) return NULL;
+    if (ps->desc.replay) from = entry / 4;
+    if (ps->desc.replay && h.op != entry % 4)
+        return dt_fail(ps->ctx, DT_ERR_ARG,
+                   "dt_ps_serve: request %lld of worker %d is not the one recorded in %s.%d",
+                   (long long)ps->order_at - 1, from, ps->desc.replay, ps->rank - ps->workers),
+               (dt__ps_request *)NULL;
+    if (ps->desc.record && dt__ps_order_note(ps, from * 4 + h.op) != DT_OK) return NULL;
+    dt__ps_request *r = dt__ps_request_make(ps, (size_t)h.bytes);
+    if (!r) return NULL;
+    r->header = h;
+    r->from = from;
+    if (h.bytes > 0)
+        dt_recv(ps->comm, r->payload.p, (size_t)h.bytes, DT_U8, from, DT__PS_TAG_PAYLOAD);
+    return r;
+}
+
+dt_status dt_ps_serve(dt_ps *ps) {
+    if (dt__ps_usable(ps) != DT_OK) return dt__ps_usable(ps);
+    if (!dt_ps_is_server(ps))
+        return dt_fail(ps->ctx, DT_ERR_ARG, "dt_ps_serve: this rank is a worker");
+    if (dt__ps_order_open(ps) != DT_OK) return dt_error(ps->ctx);
+    while (dt__ps_slowest(ps) != INT64_MAX && dt_error(ps->ctx) == DT_OK) {
+        dt__ps_request *r = dt__ps_receive(ps);
+        if (r) dt__ps_handle(ps, r);
+        dt__ps_reap(ps, 0);
+    }
+    dt__ps_reap(ps, 1);
+    int64_t rest = ps->order_at % DT__PS_ORDER;
+    if (ps->desc.record && rest > 0 && dt_error(ps->ctx) == DT_OK)
+        dt__ps_order_transfer(ps, 1, ps->order_at - rest, rest);
+    return dt_error(ps->ctx);
 }
 
 #ifdef __cplusplus

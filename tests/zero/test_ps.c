@@ -1,0 +1,504 @@
+/* test_ps.c - the parameter server of dt_zero.h against data parallelism
+
+   The oracle of synchronous training is data parallelism: the same model with dt_embedding, a dense
+   parameter and ZeRO-0, whose custom optimizers state Adagrad and FTRL by themselves. All rows must
+   agree in every bit, for any number of workers and servers, owned and served, threads and
+   processes. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#define DT_IMPLEMENTATION
+#include "dt_zero.h"
+#include "tests/support/check.h"
+#include <sys/wait.h>
+
+enum { ROWS = 40, WIDTH = 5, BATCH = 6, SLOTS = 3, STEPS = 5, MAX_WORKERS = 4 };
+
+typedef struct training {
+    int workers, servers; /* servers < 0: the oracle */
+    int mode, staleness;
+    int optimizer, micros, twice; /* twice: two lookups of the table in each micro-batch */
+    int steps[MAX_WORKERS];       /* of each worker */
+    int delays;                   /* 1: random sleeps between steps */
+    float rows[ROWS * WIDTH];     /* the result */
+    dt_ps_stats stats[MAX_WORKERS], server;
+} training;
+
+static void no_log(void *user, int level, int rank, const char *text) {
+    (void)user, (void)level, (void)rank, (void)text;
+}
+
+/* Keys of one lookup: skewed, so that they repeat within a batch and between workers. */
+static void draw_keys(uint64_t *keys, int32_t *ids, int worker, int step, int micro, int lookup) {
+    uint32_t x = (uint32_t)(worker * 7919 + step * 104729 + micro * 1299709 + lookup * 611953 + 1);
+    for (int i = 0; i < BATCH * SLOTS; i++) {
+        x = x * 1664525u + 1013904223u;
+        int k = (int)((x >> 16) % ROWS);
+        ids[i] = k % 3 ? k : k % 7;
+        keys[i] = (uint64_t)ids[i];
+    }
+}
+
+/* ---- the optimizers of the oracle ---- */
+
+static dt_status update(const dt_update_args *a, void *user) {
+    int kind = *(const int *)user;
+    float *w = (float *)a->param, *s = (float *)a->state[0], *n = (float *)a->state[1];
+    const float *grad = (const float *)a->grad, lr = (float)a->lr;
+    for (size_t i = 0; i < a->count; i++) {
+        volatile float g = grad[i], g2 = g * g; /* volatile: no contraction of a product and sum */
+        if (kind == DT_TABLE_ADAGRAD) {
+            volatile float step;
+            s[i] += g2;
+            step = lr * (g / (sqrtf(s[i]) + 1e-8f));
+            w[i] -= step;
+        } else {
+            volatile float more = n[i] + g2, sigma = (sqrtf(more) - sqrtf(n[i])) / lr, shift;
+            shift = sigma * w[i];
+            shift = g - shift;
+            s[i] += shift;
+            n[i] = more;
+            float size = fabsf(s[i]);
+            volatile float slope = (1.0f + sqrtf(more)) / lr + 0.01f;
+            w[i] = size <= 0.002f ? 0 : (s[i] < 0 ? size - 0.002f : 0.002f - size) / slope;
+        }
+    }
+    return DT_OK;
+}
+
+static dt_table_desc table_desc(const training *t) {
+    dt_table_desc d;
+    memset(&d, 0, sizeof d);
+    d.name = "emb";
+    d.width = WIDTH;
+    d.init = t->optimizer == DT_TABLE_FTRL ? DT_ZEROS : DT_NORMAL(0.5);
+    d.optimizer = t->optimizer;
+    d.l1 = 0.002;
+    d.l2 = 0.01;
+    d.ftrl_beta = 1;
+    return d;
+}
+
+/* ---- the model ---- */
+
+typedef struct model {
+    training *t;
+    dt_tensor *param;
+    dt_ps *ps;
+    int table;
+} model;
+
+static dt_tensor *lookup(dt_ctx *ctx, const model *m, const uint64_t *keys, const int32_t *ids) {
+    if (m->ps) return dt_ps_embedding(m->ps, m->table, keys, DT_SHAPE(BATCH, SLOTS));
+    return dt_embedding(m->param, dt_input(ctx, DT_I32, DT_SHAPE(BATCH, SLOTS), ids));
+}
+
+static void backward(dt_ctx *ctx, const model *m, int worker, int step, int micro) {
+    uint64_t keys[BATCH * SLOTS];
+    int32_t ids[BATCH * SLOTS];
+    float want[BATCH * SLOTS * WIDTH];
+    for (int i = 0; i < BATCH * SLOTS * WIDTH; i++)
+        want[i] = (float)((i * 37 + worker * 11 + step * 5 + micro * 3) % 23) / 16 - 0.6f;
+    draw_keys(keys, ids, worker, step, micro, 0);
+    dt_tensor *x = lookup(ctx, m, keys, ids);
+    if (m->t->twice) {
+        draw_keys(keys, ids, worker, step, micro, 1);
+        x = dt_mul(dt_tanh(x), lookup(ctx, m, keys, ids));
+    }
+    dt_tensor *y = dt_input(ctx, DT_F32, DT_SHAPE(BATCH, SLOTS, WIDTH), want);
+    dt_backward(dt_mse(dt_tanh(x), y, 40));
+}
+
+static void sleep_some(unsigned *seed) {
+    *seed = *seed * 1103515245u + 12345u;
+    unsigned kind = *seed >> 16 & 3;
+    if (kind > 1) usleep((*seed >> 18) % (kind == 2 ? 300 : 3000));
+}
+
+static void steps(dt_ctx *ctx, model *m, dt_zero *zero, int worker) {
+    training *t = m->t;
+    unsigned seed = (unsigned)(worker + t->delays * 977);
+    for (int step = 0; step < t->steps[worker]; step++) {
+        if (t->delays) sleep_some(&seed);
+        for (int micro = 0; micro < t->micros; micro++) {
+            dt_micro(ctx, micro, t->micros);
+            backward(ctx, m, worker, step, micro);
+            dt_reset(ctx);
+        }
+        if (m->ps)
+            dt_ps_step(m->ps, 0.1);
+        else
+            dt_zero_step(zero, 0.1);
+    }
+}
+
+static dt_status train_dp(dt_ctx *ctx, training *t) {
+    int custom = t->optimizer != DT_TABLE_SGD;
+    model m = { t, dt_param(ctx, "emb", DT_SHAPE(ROWS, WIDTH), table_desc(t).init), NULL, 0 };
+    dt_zero_desc d;
+    memset(&d, 0, sizeof d);
+    d.optimizer = custom ? DT_OPTIMIZER_CUSTOM : DT_SGD;
+    if (custom) d.update = update, d.user = &t->optimizer, d.states = 2;
+    dt_zero *zero = dt_zero_make(ctx, d);
+    steps(ctx, &m, zero, dt_comm_rank(dt_world(ctx)));
+    if (dt_ctx_rank(ctx) == 0) dt_read(m.param, t->rows);
+    return dt_error(ctx);
+}
+
+static void read_rows(dt_ps *ps, int table, float *rows) {
+    uint64_t keys[ROWS];
+    for (int i = 0; i < ROWS; i++) keys[i] = (uint64_t)i;
+    dt_ps_wait(ps, dt_ps_pull_start(ps, table, keys, ROWS, rows));
+}
+
+static dt_status train_ps(dt_ctx *ctx, training *t) {
+    int rank = dt_ctx_rank(ctx);
+    float rows[ROWS * WIDTH];
+    model m = { t, NULL,
+        dt_ps_make(
+            ctx, (dt_ps_desc){ .servers = t->servers, .mode = t->mode, .staleness = t->staleness }),
+        0 };
+    m.table = dt_ps_table(m.ps, table_desc(t));
+    if (dt_ps_is_server(m.ps)) {
+        dt_ps_serve(m.ps);
+        if (rank == t->workers) t->server = dt_ps_info(m.ps);
+        return dt_error(ctx);
+    }
+    steps(ctx, &m, NULL, rank);
+    if (t->mode == DT_PS_SYNC || t->staleness == 0) read_rows(m.ps, m.table, rows);
+    if (rank == 0) memcpy(t->rows, rows, sizeof rows);
+    t->stats[rank] = dt_ps_info(m.ps);
+    dt_ps_end(m.ps);
+    return dt_error(ctx);
+}
+
+static dt_status rank_main(dt_ctx *ctx, void *user) {
+    training *t = (training *)user;
+    return t->servers < 0 ? train_dp(ctx, t) : train_ps(ctx, t);
+}
+
+static dt_status run(training *t, dt_backend backend) {
+    dt_report report;
+    dt_host host = *dt_host_default();
+    host.log = no_log;
+    memset(&report, 0, sizeof report);
+    dt_status status =
+        dt_run((dt_run_desc){ .ranks = t->workers + (t->servers > 0 ? t->servers : 0),
+                   .backend = backend,
+                   .timeout_s = 60,
+                   .host = &host,
+                   .report = &report,
+                   .user_bytes = sizeof *t },
+            rank_main, t);
+    CHECK_MSG(status == DT_OK, "%d workers, %d servers, optimizer %d: %s", t->workers, t->servers,
+        t->optimizer, report.text);
+    return status;
+}
+
+static training make(int workers, int servers, int optimizer, int micros, int twice) {
+    training t;
+    memset(&t, 0, sizeof t);
+    t.workers = workers;
+    t.servers = servers;
+    t.optimizer = optimizer;
+    t.micros = micros;
+    t.twice = twice;
+    for (int w = 0; w < MAX_WORKERS; w++) t.steps[w] = STEPS;
+    return t;
+}
+
+/* ---- tests ---- */
+
+/* Synchronous training has the bits of data parallelism. */
+static void test_equals_dp(dt_backend backend, int most_servers) {
+    static const int optimizers[] = { DT_TABLE_SGD, DT_TABLE_ADAGRAD, DT_TABLE_FTRL };
+    for (int workers = 1; workers <= MAX_WORKERS; workers++)
+        for (int o = 0; o < 3; o++)
+            for (int twice = 0; twice < 2; twice++) {
+                int micros = 1 + 2 * twice;
+                training dp = make(workers, -1, optimizers[o], micros, twice);
+                if (run(&dp, backend) != DT_OK) continue;
+                for (int servers = 0; servers <= most_servers; servers++) {
+                    training t = make(workers, servers, optimizers[o], micros, twice);
+                    if (run(&t, backend) != DT_OK) continue;
+                    int different = 0;
+                    for (int i = 0; i < ROWS * WIDTH; i++)
+                        different += memcmp(&t.rows[i], &dp.rows[i], sizeof t.rows[i]) != 0;
+                    CHECK_MSG(different == 0,
+                        "%d of %d numbers differ from data parallelism: %d workers, %d servers, "
+                        "optimizer %d, %d micro-batches",
+                        different, ROWS * WIDTH, workers, servers, optimizers[o], micros);
+                }
+            }
+}
+
+/* A table whose row w counts the applied steps of worker w shows, independent of the clocks that
+   the servers send, which steps a pull includes. */
+typedef struct counting {
+    int workers, servers, mode, staleness, steps;
+    unsigned seed;             /* of the delays */
+    int too_old, own;          /* numbers of pulls beyond the bound; that lack own steps */
+    int farthest[MAX_WORKERS]; /* largest staleness that each worker saw */
+    int wrong_totals;
+    int64_t over;  /* answers whose clocks say more than `staleness` */
+    double wait_s; /* worker 0 waits so long before its second step */
+    const char *record, *replay;
+    float seen[MAX_WORKERS][8][MAX_WORKERS]; /* what each pull of each worker saw */
+} counting;
+
+static dt_status count_steps(dt_ctx *ctx, void *user) {
+    counting *c = (counting *)user;
+    int rank = dt_ctx_rank(ctx);
+    unsigned seed = c->seed * 31 + (unsigned)rank * 7;
+    uint64_t keys[MAX_WORKERS] = { 0, 1, 2, UINT64_MAX },
+             mine = keys[rank < MAX_WORKERS ? rank : 0];
+    float rows[MAX_WORKERS] = { 0 }, one = -1;
+    dt_ps *ps = dt_ps_make(ctx, (dt_ps_desc){ .servers = c->servers,
+                                    .mode = c->mode,
+                                    .staleness = c->staleness,
+                                    .record = c->record,
+                                    .replay = c->replay });
+    int table = dt_ps_table(ps, (dt_table_desc){ .name = "steps", .width = 1 });
+    if (dt_ps_is_server(ps)) {
+        dt_ps_serve(ps);
+        dt_table_pull(dt_ps_owned(ps, table), keys, (size_t)c->workers, rows);
+        for (int w = 0; w < c->workers && dt_error(ctx) == DT_OK; w++)
+            if (c->servers == 1 && rows[w] != (float)c->steps)
+                __atomic_fetch_add(&c->wrong_totals, 1, __ATOMIC_RELAXED);
+        return dt_error(ctx);
+    }
+    for (int step = 0; step < c->steps && dt_error(ctx) == DT_OK; step++) {
+        if (c->seed) sleep_some(&seed);
+        if (rank == 0 && step == 1 && c->wait_s > 0) usleep((unsigned)(c->wait_s * 1e6));
+        dt_ps_wait(ps, dt_ps_pull_start(ps, table, keys, (size_t)c->workers, rows));
+        if (dt_error(ctx) != DT_OK) break;
+        memcpy(c->seen[rank][step], rows, sizeof rows);
+        for (int w = 0; w < c->workers; w++) {
+            int late = step - (int)rows[w];
+            if (c->mode != DT_PS_ASYNC && late > c->staleness)
+                __atomic_fetch_add(&c->too_old, 1, __ATOMIC_RELAXED);
+            if (w == rank && late != 0) __atomic_fetch_add(&c->own, 1, __ATOMIC_RELAXED);
+            if (late > c->farthest[rank]) c->farthest[rank] = late;
+        }
+        dt_ps_add(ps, table, &mine, 1, &one);
+        dt_ps_step(ps, 1);
+    }
+    dt_ps_end(ps);
+    for (int i = c->staleness + 1; i < DT_PS_HISTOGRAM && c->mode != DT_PS_ASYNC; i++)
+        __atomic_fetch_add(&c->over, dt_ps_info(ps).staleness[i], __ATOMIC_RELAXED);
+    return dt_error(ctx);
+}
+
+static dt_status run_counting(
+    counting *c, dt_backend backend, double timeout_s, const char *fault, dt_report *report) {
+    dt_host host = *dt_host_default();
+    host.log = no_log;
+    memset(report, 0, sizeof *report);
+    return dt_run((dt_run_desc){ .ranks = c->workers + c->servers,
+                      .backend = backend,
+                      .timeout_s = timeout_s,
+                      .host = &host,
+                      .report = report,
+                      .user_bytes = sizeof *c,
+                      .fault = fault },
+        count_steps, c);
+}
+
+/* No pull is staler than the bound, own steps are always included, and workers do run ahead. */
+static void test_bound(dt_backend backend, int runs) {
+    int farthest[4] = { 0, 0, 0, 0 };
+    for (int i = 0; i < runs; i++) {
+        int kind = i % 4; /* SSP 0, 1, 2; async */
+        counting c = { .workers = 2 + i / 4 % 3, .servers = 1 + i / 12 % 2, .steps = 6 };
+        dt_report report;
+        c.mode = kind == 3 ? DT_PS_ASYNC : DT_PS_SSP;
+        c.staleness = kind == 3 ? 0 : kind;
+        c.seed = (unsigned)i + 1;
+        dt_status status = run_counting(&c, backend, 60, NULL, &report);
+        CHECK_MSG(status == DT_OK, "run %d: %s", i, report.text);
+        CHECK_MSG(c.too_old == 0 && c.own == 0 && c.over == 0 && c.wrong_totals == 0,
+            "run %d, staleness %d: %d numbers too old, %d own steps missing, %d answers that say "
+            "so, %d wrong totals",
+            i, c.staleness, c.too_old, c.own, (int)c.over, c.wrong_totals);
+        for (int w = 0; w < c.workers; w++)
+            if (c.farthest[w] > farthest[kind]) farthest[kind] = c.farthest[w];
+    }
+    CHECK_MSG(farthest[0] == 0 && farthest[1] == 1 && farthest[2] == 2 && farthest[3] > 2,
+        "largest staleness %d %d %d, and %d without a bound", farthest[0], farthest[1], farthest[2],
+        farthest[3]);
+}
+
+/* A replay sees in every pull what the recorded run saw, whatever the delays. */
+static void test_replay(void) {
+    int other = 0;
+    for (int i = 0; i < 12; i++) {
+        char path[64], command[100];
+        snprintf(path, sizeof path, "/tmp/test-ps-%d", (int)getpid());
+        snprintf(command, sizeof command, "rm -f %s.*", path);
+        counting a = { .workers = 3, .servers = 1 + i % 2, .steps = 8, .seed = (unsigned)i + 1 };
+        dt_report report;
+        a.mode = i % 3 ? DT_PS_ASYNC : DT_PS_SSP;
+        a.staleness = i % 3 ? 0 : 2;
+        counting b = a, c = a;
+        a.record = b.replay = path;
+        b.seed = c.seed = 1000 + (unsigned)i;
+        CHECK_MSG(
+            run_counting(&a, DT_BACKEND_THREADS, 60, NULL, &report) == DT_OK, "%s", report.text);
+        CHECK_MSG(
+            run_counting(&b, DT_BACKEND_THREADS, 60, NULL, &report) == DT_OK, "%s", report.text);
+        CHECK(memcmp(a.seen, b.seen, sizeof a.seen) == 0);
+        CHECK(run_counting(&c, DT_BACKEND_THREADS, 60, NULL, &report) == DT_OK);
+        other += memcmp(a.seen, c.seen, sizeof a.seen) != 0;
+        c.record = path; /* the file exists */
+        CHECK(run_counting(&c, DT_BACKEND_THREADS, 60, NULL, &report) == DT_ERR_IO);
+        b.steps = 9; /* more requests than recorded */
+        CHECK(run_counting(&b, DT_BACKEND_THREADS, 60, NULL, &report) == DT_ERR_ARG);
+        if (system(command) != 0) abort();
+    }
+    CHECK_MSG(other > 0, "without a replay all runs were equal too");
+}
+
+/* A server that nobody asks waits longer than the timeout; a rank that dies is named. */
+static void test_idle_and_death(void) {
+    dt_report report;
+    counting c = { .workers = 1, .servers = 2, .steps = 2, .wait_s = 0.9 };
+    dt_status status = run_counting(&c, DT_BACKEND_THREADS, 0.3, NULL, &report);
+    CHECK_MSG(status == DT_OK, "an idle server: %s", report.text);
+    static const char *const faults[] = { "kill:rank=0:seq=14", "kill:rank=2:seq=14" };
+    for (int i = 0; i < 2; i++) {
+        counting d = { .workers = 2, .servers = 1, .steps = 8, .mode = DT_PS_ASYNC };
+        status = run_counting(&d, DT_BACKEND_PROCS, 30, faults[i], &report);
+        CHECK_MSG(status != DT_OK && strstr(report.text, i ? "rank 2" : "rank 0"),
+            "after %s: %d, %s", faults[i], (int)status, report.text);
+    }
+}
+
+/* ---- errors ---- */
+
+enum {
+    BAD_SERVERS,
+    BAD_MODE,
+    BAD_STALENESS,
+    BAD_TABLE,
+    BAD_NAN,
+    BAD_CREDITS,
+    BAD_RATE,
+    BAD_SETTING,
+    BAD_NUMBER,
+    BAD_KINDS
+};
+static dt_status misuse(dt_ctx *ctx, void *user) {
+    const int kind = *(const int *)user, rank = dt_ctx_rank(ctx);
+    uint64_t key = 7;
+    float value[2] = { 1, kind == BAD_NAN && rank == 1 ? NAN : 2 }, rows[8][2];
+    dt_ps_desc d = { .servers = kind == BAD_SERVERS ? 3 : 1,
+        .mode = kind == BAD_MODE ? 3 : DT_PS_SYNC,
+        .staleness = kind == BAD_STALENESS,
+        .credits = kind == BAD_SETTING ? 2 + rank : 0 };
+    dt_ps *ps = dt_ps_make(ctx, d);
+    int table = dt_ps_table(
+        ps, (dt_table_desc){ .name = "t", .width = 2 + (kind == BAD_TABLE && rank == 1) });
+    if (ps && dt_ps_is_server(ps)) return dt_ps_serve(ps);
+    dt_ps_pull *pulls[8] = { 0 };
+    int n = kind == BAD_CREDITS ? 5 : 1;
+    for (int i = 0; i < n; i++)
+        pulls[i] = dt_ps_pull_start(ps, kind == BAD_NUMBER ? 1 : table, &key, 1, rows[i]);
+    for (int i = 0; i < n; i++) dt_ps_wait(ps, pulls[i]);
+    dt_ps_add(ps, table, &key, 1, value);
+    dt_ps_step(ps, kind == BAD_RATE ? 0.1 * (1 + rank) : 0.1);
+    dt_ps_end(ps);
+    return dt_error(ctx);
+}
+
+static void test_misuse(void) {
+    static const char *const texts[] = { "servers: 0 to ranks - 1", "mode: a DT_PS_*",
+        "only for DT_PS_SSP", "description differs between ranks 0 and 1",
+        "worker 1: the gradient of key 7 of table 't', column 1", "at most 4 pulls",
+        "learning rates of one step differ", "a setting differs between ranks 0 and 1",
+        "no such table" };
+    for (int kind = 0; kind < BAD_KINDS; kind++) {
+        dt_report report;
+        dt_host host = *dt_host_default();
+        host.log = no_log;
+        memset(&report, 0, sizeof report);
+        dt_status status =
+            dt_run((dt_run_desc){ .ranks = 3, .timeout_s = 30, .host = &host, .report = &report },
+                misuse, &kind);
+        CHECK_MSG(status == (kind == BAD_NAN ? DT_ERR_NUMERIC : DT_ERR_ARG) &&
+                      strstr(report.text, texts[kind]),
+            "mistake %d: status %d, %s", kind, (int)status, report.text);
+    }
+}
+
+/* Workers with different numbers of steps: those that have ended are not waited for. */
+static void test_uneven(void) {
+    training t = make(3, 2, DT_TABLE_ADAGRAD, 1, 0), u;
+    for (int w = 0; w < 3; w++) t.steps[w] = 2 + 2 * w;
+    u = t;
+    u.servers = 1;
+    u.delays = 1;
+    if (run(&t, DT_BACKEND_THREADS) == DT_OK && run(&u, DT_BACKEND_THREADS) == DT_OK)
+        CHECK(t.stats[2].clock == 6 && t.stats[0].clock == 2 &&
+              memcmp(t.rows, u.rows, sizeof t.rows) == 0);
+}
+
+/* dt_micro separates micro-batches: 1e8 - 1e8 of the second one is complete before it is added. */
+static dt_status two_micros(dt_ctx *ctx, void *user) {
+    uint64_t key[2] = { 7, 7 };
+    float first = 1, second[2] = { 1e8f, -1e8f };
+    dt_ps *ps = dt_ps_make(ctx, (dt_ps_desc){ .servers = 0 });
+    int table = dt_ps_table(ps, (dt_table_desc){ .name = "t", .width = 1 });
+    dt_micro(ctx, 0, 2);
+    dt_ps_add(ps, table, key, 1, &first);
+    dt_micro(ctx, 1, 2);
+    dt_ps_add(ps, table, key, 2, second);
+    dt_ps_step(ps, 1);
+    dt_ps_wait(ps, dt_ps_pull_start(ps, table, key, 1, user));
+    dt_ps_end(ps);
+    return dt_error(ctx);
+}
+
+static void test_micros(void) {
+    float row = 0;
+    CHECK(dt_run((dt_run_desc){ .ranks = 1 }, two_micros, &row) == DT_OK);
+    CHECK_MSG(row == -1, "the row is %g after gradients 1 and (1e8 - 1e8)", (double)row);
+}
+
+/* Processes that connect over tcp train to the same bits as threads. */
+static void test_tcp(void) {
+    training threads = make(2, 2, DT_TABLE_ADAGRAD, 3, 1);
+    char address[32];
+    pid_t rank[4];
+    run(&threads, DT_BACKEND_THREADS);
+    snprintf(address, sizeof address, "127.0.0.1:%d", 20000 + (int)getpid() % 12000);
+    for (int r = 0; r < 4; r++) {
+        if ((rank[r] = fork()) != 0) continue;
+        training t = make(2, 2, DT_TABLE_ADAGRAD, 3, 1);
+        dt_status status = dt_run((dt_run_desc){ .ranks = 4,
+                                      .backend = DT_BACKEND_TCP,
+                                      .timeout_s = 60,
+                                      .rank = r,
+                                      .rendezvous = address },
+            rank_main, &t);
+        _exit(status != DT_OK ? 1 : r == 0 && memcmp(threads.rows, t.rows, sizeof t.rows) ? 2 : 0);
+    }
+    for (int r = 0; r < 4; r++) {
+        int status = -1;
+        waitpid(rank[r], &status, 0);
+        CHECK_MSG(status == 0, "tcp rank %d: exit status %d", r, status >> 8);
+    }
+}
+
+int main(void) {
+    test_equals_dp(DT_BACKEND_THREADS, MAX_WORKERS);
+    test_equals_dp(DT_BACKEND_PROCS, 2);
+    test_bound(DT_BACKEND_THREADS, check_all_cases() ? 2000 : 200);
+    test_bound(DT_BACKEND_PROCS, 48);
+    test_replay();
+    test_tcp();
+    test_idle_and_death();
+    test_misuse();
+    test_uneven();
+    test_micros();
+    return check_done("test_ps");
+}
