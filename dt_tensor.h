@@ -13526,6 +13526,7 @@ DT__CPP_WARNINGS_ON
     (DT__ISA > 0 || !(defined(__x86_64__) || defined(__aarch64__)))
 #pragma GCC push_options
 #pragma GCC optimize("O1", "tree-vectorize", "vect-cost-model=dynamic", "expensive-optimizations")
+#pragma GCC optimize("no-thread-jumps")
 #else
 DT__COLD_BEGIN
 #endif
@@ -15673,10 +15674,10 @@ DT__FN dt_status DT__K(max_rows)(const dt_max_args *a) {
 DT__FN void DT__K(maxima_of_rows)(
     const DT__REAL *x, int64_t n, int32_t j, DT__REAL *best, int32_t *index) {
     for (int64_t i = 0; i < n; i++) {
-        DT__REAL a = x[i], b = best[i];
-        int32_t row = a <= b ? index[i] : j; /* j if a is NaN */
-        index[i] = b != b ? index[i] : row;
-        best[i] = ((b != b) | (a <= b)) ? b : a;
+        DT__REAL a = x[i], b = best[i], larger = b != b ? b : a; /* if not a <= b: a NaN is large */
+        int32_t before = index[i], row = b != b ? before : j;
+        index[i] = a <= b ? before : row;
+        best[i] = a <= b ? b : larger;
     }
 }
 

@@ -105,7 +105,7 @@ __attribute__((unused)) static double naive(int n, size_t i, dt_dtype dtype, dt_
         int32_t kr = (int32_t)dr;
         f = FOLD(float, f, fr);
         d = FOLD(double, d, dr);
-        k = FOLD(int32_t, k, kr);
+        k = FOLD(int32_t, (int64_t)k, (int64_t)kr); /* a product wraps */
     }
     if (op == DT_AVG) f /= (float)n, d /= n, k /= n;
     return narrow(dtype)     ? rounded(dtype, f)
