@@ -13660,26 +13660,39 @@ DT__FN_INLINE double DT__K(phi)(double x, double bell) {
 /* ---- loading and storing ---- */
 
 #if DT__BITS == 32
+#if DT__ISA == 2 /* dt__bf16_to_f32 and dt__f32_to_bf16 of 16 elements; masked: gcc 12 warns else */
+DT__FN_INLINE __m512 DT__K(widen16)(const uint16_t *in) {
+    __m512i x =
+        _mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256((const __m256i *)(const void *)in));
+    return _mm512_castsi512_ps(_mm512_maskz_slli_epi32(0xffff, x, 16));
+}
+
+DT__FN_INLINE void DT__K(narrow16)(uint16_t *out, __m512 x) {
+    __m512i u = _mm512_castps_si512(x), high = _mm512_maskz_srli_epi32(0xffff, u, 16),
+            odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
+    u = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    u = _mm512_maskz_srli_epi32(0xffff, u, 16);
+    u = _mm512_mask_or_epi32(
+        u, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), high, _mm512_set1_epi32(0x40));
+    _mm256_storeu_si256((__m256i *)(void *)out, _mm512_maskz_cvtepi32_epi16(0xffff, u));
+}
+#endif
+
 DT__FN void DT__K(widen)(dt_dtype dtype, const uint16_t *in, int64_t n, DT__REAL *out) {
+    int64_t i = 0;
+#if DT__ISA == 2
+    for (; dtype == DT_BF16 && i + 16 <= n; i += 16) DT__STORE(out + i, DT__K(widen16)(in + i));
+#endif
     if (dtype == DT_BF16)
-        for (int64_t i = 0; i < n; i++) out[i] = dt__bf16_to_f32(in[i]);
+        for (; i < n; i++) out[i] = dt__bf16_to_f32(in[i]);
     else
-        for (int64_t i = 0; i < n; i++) out[i] = dt__f16_to_f32(in[i]);
+        for (; i < n; i++) out[i] = dt__f16_to_f32(in[i]);
 }
 
 DT__FN void DT__K(narrow)(dt_dtype dtype, uint16_t *out, int64_t n, const DT__REAL *in) {
     int64_t i = 0;
-#if DT__ISA == 2 /* dt__f32_to_bf16 of 16 floats; the masked forms avoid warnings of gcc 12 */
-    for (; dtype == DT_BF16 && i + 16 <= n; i += 16) {
-        __m512 x = _mm512_loadu_ps(in + i);
-        __m512i u = _mm512_castps_si512(x), high = _mm512_maskz_srli_epi32(0xffff, u, 16),
-                odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
-        u = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-        u = _mm512_maskz_srli_epi32(0xffff, u, 16);
-        u = _mm512_mask_or_epi32(
-            u, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), high, _mm512_set1_epi32(0x40));
-        _mm256_storeu_si256((__m256i *)(void *)(out + i), _mm512_maskz_cvtepi32_epi16(0xffff, u));
-    }
+#if DT__ISA == 2
+    for (; dtype == DT_BF16 && i + 16 <= n; i += 16) DT__K(narrow16)(out + i, DT__LOAD(in + i));
 #endif
     if (dtype == DT_BF16)
         for (; i < n; i++) out[i] = dt__f32_to_bf16(in[i]);
@@ -14103,58 +14116,69 @@ DT__FN void DT__K(act_back)(int act, const DT__REAL *x, const DT__REAL *d, int64
    Every element of C is one chain of K multiply-adds in ascending order of k, whatever the block
    sizes are, so the block sizes change no bit. */
 
+/* Loads the n elements from element `at` on to a row of a tile, or adds them to the row. */
+DT__FN_INLINE void DT__K(load_tile_row)(
+    dt_dtype dtype, const void *array, int64_t at, int64_t n, DT__REAL *row, int add) {
+    DT__REAL buf[DT__LANES];
+#if DT__BITS == 32 && DT__ISA == 2
+    const uint16_t *half = (const uint16_t *)array + at;
+    for (int64_t j = 0; j < n && n == DT__NR && dtype == DT_BF16; j += DT__NV) {
+        DT__V x = DT__K(widen16)(half + j);
+        if (add) x += DT__LOAD(row + j);
+        DT__STORE(row + j, x);
+    }
+    if (n == DT__NR && dtype == DT_BF16) return;
+#endif
+    const DT__REAL *x = DT__K(load)(dtype, array, at, n, buf);
+    for (int64_t j = 0; j < n; j++) row[j] = add ? x[j] + row[j] : x[j];
+}
+
+/* Stores a row of a tile from element `at` on. */
+DT__FN_INLINE void DT__K(store_tile_row)(
+    dt_dtype dtype, void *array, int64_t at, int64_t n, const DT__REAL *row) {
+#if DT__BITS == 32 && DT__ISA == 2
+    uint16_t *half = (uint16_t *)array + at;
+    for (int64_t j = 0; j < n && n == DT__NR && dtype == DT_BF16; j += DT__NV)
+        DT__K(narrow16)(half + j, DT__LOAD(row + j));
+    if (n == DT__NR && dtype == DT_BF16) return;
+#endif
+    DT__REAL *out = (DT__REAL *)array + at;
+    if (dt__narrow(dtype))
+        DT__K(store)(dtype, array, at, n, row, 0);
+    else
+        for (int64_t j = 0; j < n && out != row; j++) out[j] = row[j];
+}
+
 /* Epilogue. Applies bias, activation (or its backward), residual and accumulation to rows x cols
    finished sums, and stores the results in C from element `at`, which lies in column j0. Overwrites
    the tile. All matrix products use this epilogue. The activation runs once over all rows of the
    tile, including the padding between rows: if there are several rows, they are DT__NR elements
    apart. The function is inlined twice: with the constant width of a full tile, and with a variable
    width. */
-DT__FN inline __attribute__((always_inline)) void DT__K(epilogue_rows)(const dt_matmul_args *a,
-    int64_t at, int64_t j0, int64_t rows, int64_t cols, DT__REAL *tile, int64_t ld) {
-    DT__REAL buf[DT__LANES], pre_activation[14 * DT__LANES];
-    const DT__REAL *x = pre_activation;
+DT__FN_INLINE void DT__K(epilogue_rows)(const dt_matmul_args *a, int64_t at, int64_t j0,
+    int64_t rows, int64_t cols, DT__REAL *tile, int64_t ld) {
+    DT__REAL pre_activation[DT__MR * DT__NR];
     dt_dtype to = dt__wide(a->dtype, a->wide);
     int64_t all = (rows - 1) * ld + cols;
-    const DT__REAL *bias = a->bias ? DT__K(load)(a->dtype, a->bias, j0, cols, buf) : NULL;
     if (a->activation_backward && cols < DT__NR) memset(pre_activation, 0, sizeof pre_activation);
     for (int64_t i = 0; i < rows; i++) {
-        DT__REAL *t = tile + i * ld;
-        if (bias)
-            for (int64_t j = 0; j < cols; j++) t[j] += bias[j];
-        if (a->pre_activation && !a->activation_backward)
-            DT__K(store)(a->dtype, a->pre_activation, at + i * a->ldc, cols, t, 0);
-        if (!a->activation_backward) continue;
-        x = DT__K(load)(
-            a->dtype, a->pre_activation, at + i * a->ldc, cols, pre_activation + i * DT__NR);
-        if (rows > 1)
-            for (int64_t j = 0; j < cols; j++) pre_activation[i * DT__NR + j] = x[j];
+        DT__REAL *t = tile + i * ld, *x = pre_activation + i * DT__NR;
+        int64_t from = at + i * a->ldc;
+        if (a->bias) DT__K(load_tile_row)(a->dtype, a->bias, j0, cols, t, 1);
+        if (a->activation_backward)
+            DT__K(load_tile_row)(a->dtype, a->pre_activation, from, cols, x, 0);
+        else if (a->pre_activation)
+            DT__K(store_tile_row)(a->dtype, a->pre_activation, from, cols, t);
     }
     if (a->activation_backward)
-        DT__VECTOR(act_back)(a->activation, rows > 1 ? pre_activation : x, tile, all, tile, 1, 0);
+        DT__VECTOR(act_back)(a->activation, pre_activation, tile, all, tile, 1, 0);
     else if (a->activation)
         DT__VECTOR(act)(a->activation, tile, all, tile, 1, 0);
     for (int64_t i = 0; i < rows; i++, at += a->ldc) {
         DT__REAL *t = tile + i * ld;
-        if (a->residual) {
-            const DT__REAL *residual = DT__K(load)(a->dtype, a->residual, at, cols, buf);
-            for (int64_t j = 0; j < cols; j++) t[j] += residual[j];
-        }
-#if DT__BITS == 32
-        /* as `store` does, but without its call: a tile's row is short */
-        if (dt__narrow(to) && !a->accumulate) {
-            DT__K(narrow)(to, (uint16_t *)a->c + at, cols, t);
-            continue;
-        }
-#endif
-        if (dt__narrow(to)) {
-            DT__K(store)(to, a->c, at, cols, t, a->accumulate);
-            continue;
-        }
-        DT__REAL *c = (DT__REAL *)a->c + at;
-        if (a->accumulate)
-            for (int64_t j = 0; j < cols; j++) c[j] += t[j];
-        else if (c != t)
-            for (int64_t j = 0; j < cols; j++) c[j] = t[j];
+        if (a->residual) DT__K(load_tile_row)(a->dtype, a->residual, at, cols, t, 1);
+        if (a->accumulate) DT__K(load_tile_row)(to, a->c, at, cols, t, 1);
+        DT__K(store_tile_row)(to, a->c, at, cols, t);
     }
 }
 
@@ -14173,15 +14197,25 @@ DT__FN void DT__K(matmul_epilogue)(const dt_matmul_args *a, int64_t batch, int64
         DT__K(epilogue_rows)(a, at, j0, rows, cols, tile, ld);
 }
 
-/* Prefetches the pre-activations or residuals that a tile's epilogue will read. Called before the
-   tile is computed. */
+/* Prefetches rows x cols elements of an array that lies like C, from the tile's first element. */
+DT__FN_INLINE void DT__K(prefetch_tile)(const dt_matmul_args *a, const void *array, int64_t size,
+    int64_t at, int64_t rows, int64_t cols) {
+    const char *from = (const char *)array + at * size;
+    for (int64_t i = 0; i < rows; i++, from += a->ldc * size)
+        for (int64_t j = 0; j < cols * size; j += 64) __builtin_prefetch(from + j);
+}
+
+/* Prefetches what a tile's epilogue will read, and of what it will write the arrays for which its
+   stores would otherwise wait: C if it is a sum, and pre-activations. Called before the tile is
+   computed. */
 DT__FN void DT__K(prefetch_epilogue)(
     const dt_matmul_args *a, int64_t batch, int64_t i0, int64_t j0, int64_t rows, int64_t cols) {
-    const char *from = (const char *)(a->activation_backward ? a->pre_activation : a->residual);
     int64_t at = batch * a->stride_c + i0 * a->ldc + j0, size = (int64_t)dt_dtype_size(a->dtype);
-    for (int64_t i = 0; from && i < rows; i++)
-        for (int64_t j = 0; j < cols * size; j += 64)
-            __builtin_prefetch(from + (at + i * a->ldc) * size + j);
+    if (a->pre_activation) DT__K(prefetch_tile)(a, a->pre_activation, size, at, rows, cols);
+    if (a->residual) DT__K(prefetch_tile)(a, a->residual, size, at, rows, cols);
+    if (!a->residual && !a->accumulate) return;
+    size = (int64_t)dt_dtype_size(dt__wide(a->dtype, a->wide));
+    DT__K(prefetch_tile)(a, a->c, size, at, rows, cols);
 }
 
 /* Like load, for operand B: if `quant` is not 0, `array` has blocks of this format. load_operand
@@ -14563,8 +14597,8 @@ DT__FN void DT__K(plan_packing)(DT__K(gemm_plan) * w) {
 
 #if DT__ISA == 2
 /* `pack` for pairs of source rows: zips rows 2p and 2p + 1 to row p of all panels, at most 32 words
-   at a time, and prefetches the rows 8 source rows ahead. If `terms` is odd, the last row is zipped
-   with zeros. */
+   at a time, and prefetches the rows 16 source rows ahead. If `terms` is odd, the last row is
+   zipped with zeros. */
 #pragma push_macro("DT__FN")
 #undef DT__FN
 #define DT__FN static __attribute__((target("avx512f,avx512bw")))
@@ -14574,18 +14608,19 @@ DT__FN void DT__K(pack_pairs)(
     for (int i = 0; i < 64; i++) order[i] = (uint16_t)(i / 2 + i % 2 * 32);
     __m512i first_half = _mm512_loadu_si512(order), second_half = _mm512_loadu_si512(order + 32);
     __mmask16 words = (__mmask16)(width < 16 ? (1 << width) - 1 : 0xffff);
-    int64_t ahead = 8 * ld;
     for (int64_t p = 0; p < terms; p += 2, from += 2 * ld, to += width) {
         __mmask32 second = p + 1 < terms ? 0xffffffff : 0;
-        const uint16_t *next = second ? from + ld : from;
+        const uint16_t *next = second ? from + ld : from, *ahead = from + 16 * ld;
         DT__REAL *panel = to;
+        for (int64_t j = 0; j < count + 32; j += 32) { /* each cache line once */
+            __builtin_prefetch(ahead + j);
+            __builtin_prefetch(ahead + ld + j);
+        }
         for (int64_t j = 0; j < count; j += width, panel += (terms + 1) / 2 * width) {
             int64_t have = count - j < width ? count - j : width;
             __mmask32 in = 0xffffffff >> (32 - have);
             __m512i one = _mm512_maskz_loadu_epi16(in, from + j),
                     two = _mm512_maskz_loadu_epi16(in & second, next + j);
-            __builtin_prefetch(from + j + ahead);
-            __builtin_prefetch(next + j + ahead);
             _mm512_mask_storeu_epi32(panel, words, _mm512_permutex2var_epi16(one, first_half, two));
             if (width > 16)
                 _mm512_storeu_si512(panel + 16, _mm512_permutex2var_epi16(one, second_half, two));
@@ -14958,8 +14993,11 @@ DT__FN void DT__K(matmul_cblas)(const dt_matmul_args *a, int64_t batch) {
         int64_t ld = fused ? a->n : a->ldc;
         DT__GEMM(CblasRowMajor, ta, tb, (int)rows, (int)a->n, (int)a->k, 1, from, (int)a->lda, b,
             (int)a->ldb, 0, c, (int)ld);
-        for (int64_t r = 0; r < rows && fused; r++)
-            DT__K(matmul_epilogue)(a, batch, i + r, 0, 1, a->n, c + r * ld, ld);
+        for (int64_t at = 0; at < rows * a->n && fused;) {
+            int64_t r = at / a->n, j = at % a->n, cols = a->n - j < DT__NR ? a->n - j : DT__NR;
+            DT__K(matmul_epilogue)(a, batch, i + r, j, 1, cols, c + at, ld);
+            at += cols;
+        }
     }
 }
 #endif
@@ -16790,6 +16828,10 @@ DT__FN void DT__K(softmax_back_tile)(const DT__K(attention_work) * w, const dt_a
     }
 }
 
+DT__FN void DT__K(scale_row)(DT__REAL *row, int64_t n, DT__REAL factor) {
+    for (int64_t i = 0; i < n; i++) row[i] *= factor;
+}
+
 /* Adds the contribution of the lanes [lane, lane + n) to the gradients of the first `end` keys of a
    tile. `to` (keys,wide) is dk or dv; `scores` is ds^T or p^T; `rows` is q or dout; both have words
    along queries. */
@@ -16857,9 +16899,9 @@ DT__FN void DT__K(attention_back_block)(const dt_attention_back_args *g, DT__K(a
     }
     if (!g->dq) return;
     DT__K(transpose_out)(w, &b);
+    DT__K(scale_row)(w->out_rows, b.queries * w->wide, (DT__REAL)a->scale);
     for (int64_t r = 0; r < b.queries; r++) {
         DT__REAL *row = w->out_rows + r * w->wide;
-        for (int64_t i = 0; i < a->dim; i++) row[i] *= (DT__REAL)a->scale;
         DT__K(store)(dt__wide(a->dtype, a->wide), g->dq, b.at[r], a->dim, row, g->accumulate_q);
     }
 }
@@ -16875,11 +16917,10 @@ DT__FN void DT__K(attention_back_kv_head)(
     memset(w.dk, 0, (size_t)(2 * (w.dv - w.dk)) * sizeof *w.dk); /* clears dk and dv */
     for (int64_t first = 0; first < queries; first += DT__QUERY_BLOCK)
         DT__K(attention_back_block)(g, &w, a, s, kv, first);
+    if (w.score_scale != 1) DT__K(scale_row)(w.dk, a->tk * w.wide, w.score_scale);
     for (int64_t j = 0; j < a->tk; j++) {
         int64_t at = ((s * a->tk + j) * a->kv_heads + kv) * D;
-        DT__REAL *dk = w.dk + j * w.wide;
-        for (int64_t d = 0; d < D && w.score_scale != 1; d++) dk[d] *= w.score_scale;
-        DT__K(store)(to, g->dk, at, D, dk, g->accumulate_k);
+        DT__K(store)(to, g->dk, at, D, w.dk + j * w.wide, g->accumulate_k);
         DT__K(store)(to, g->dv, at, D, w.dv + j * w.wide, g->accumulate_v);
     }
 }
