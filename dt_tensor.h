@@ -13346,11 +13346,14 @@ DT__CPP_WARNINGS_ON
    loops are plain C that the compiler vectorizes. Intrinsics are used only in the
    micro-kernel of the matrix product, transpositions, square roots and non-temporal stores. */
 /* Unrolls the loop that follows, of at most 32 iterations, whose index selects registers. Compilers
-   other than gcc do so by themselves. */
+   other than gcc do so by themselves. DT__INDEPENDENT promises that no iteration of the loop that
+   follows reads what another one writes; gcc then compiles no copy for arrays that overlap. */
 #if defined(__GNUC__) && !defined(__clang__)
 #define DT__UNROLL _Pragma("GCC unroll 32")
+#define DT__INDEPENDENT _Pragma("GCC ivdep")
 #else
 #define DT__UNROLL
+#define DT__INDEPENDENT
 #endif
 #define DT__JOIN2(name, suffix) dt__##name##suffix
 #define DT__JOIN(name, suffix) DT__JOIN2(name, suffix)
@@ -13962,12 +13965,14 @@ DT__FN void DT__K(square_roots)(const DT__REAL *x, int64_t n, DT__REAL *y) {
 /* One case of a switch over functions: computes out[i] = value for each i < n. */
 #define DT__EACH(function, out, value) \
     case function: \
+        DT__INDEPENDENT \
         for (int64_t i = 0; i < n; i++) (out)[i] = (value); \
         break
 /* The same for functions of x and e = e^-|u| (exp_minus_abs), with the x and e of its function. */
 #define DT__EACH_WITH_EXP(function, out, value) \
     case function: \
         DT__K(exp_minus_abs)(act, x, n, e); \
+        DT__INDEPENDENT \
         for (int64_t i = 0; i < n; i++) (out)[i] = (value); \
         break
 
@@ -15290,20 +15295,25 @@ DT__FN dt_status DT__K(permute)(const dt_permute_args *args) {
 
 #if DT__FLOATS
 
+/* A statement that keeps gcc from vectorizing the loop around it: the last elements of a sum are too
+   few for vectors. */
+#define DT__NOT_VECTORIZED __asm__ volatile("")
+
 /* Sets `total` to the sum of TERM, an expression in j, over 0 <= j < n. The sum is computed in 16
    lanes, in the order described at the head of this section. */
 #define DT__SUM(T, total, n, TERM) \
     do { \
         T lane_[16] = { 0 }; \
         int64_t at_ = 0; \
-        for (; at_ + 16 <= (n); at_ += 16) \
-            for (int64_t l_ = 0; l_ < 16; l_++) { \
-                int64_t j = at_ + l_; \
-                lane_[l_] += TERM; \
-            } \
+        for (; at_ + 16 <= (n); at_ += 16) DT__INDEPENDENT \
+        for (int64_t l_ = 0; l_ < 16; l_++) { \
+            int64_t j = at_ + l_; \
+            lane_[l_] += TERM; \
+        } \
         for (int64_t l_ = 0; l_ < (n)-at_; l_++) { \
             int64_t j = at_ + l_; \
             lane_[l_] += TERM; \
+            DT__NOT_VECTORIZED; \
         } \
         for (int l_ = 0; l_ < 8; l_++) lane_[l_] += lane_[l_ + 8]; \
         for (int l_ = 0; l_ < 4; l_++) lane_[l_] += lane_[l_ + 4]; \
@@ -15797,7 +15807,7 @@ DT__FN DT__REAL DT__K(norm_back_row)(const DT__REAL *__restrict__ x,
    holds y, dx, widened rows, and the sums dgain and dbias, which are stored only when they are
    complete. */
 DT__FN dt_status DT__K(norm_back)(const dt_norm_back_args *a) {
-    int64_t cols = (int64_t)a->cols;
+    int64_t cols = (int64_t)a->cols, ahead = cols < 2 * DT__STRIP ? cols : 2 * DT__STRIP;
     if (!a->work || a->work_bytes < dt_row_work(cols, a->dtype)) return DT_ERR_ARG;
     DT__REAL *y = (DT__REAL *)dt__align64(a->work), *dx = y + cols, *dgain = dx + cols,
              *dbias = dgain + cols;
@@ -15814,7 +15824,9 @@ DT__FN dt_status DT__K(norm_back)(const dt_norm_back_args *a) {
         DT__REAL mean_g = DT__K(norm_back_row)(x, dout, gain, mean, rstd, cols, y, dgain, dbias);
         if (!a->dx) continue;
         DT__REAL mean_gy;
+        dt__prefetch(a->dtype, a->in, (r + 1) * cols, ahead); /* while this row is in the cache */
         DT__SUM(DT__REAL, mean_gy, cols, dout[j] * gain[j] * y[j]);
+        dt__prefetch(a->dtype, a->dout, (r + 1) * cols, ahead);
         mean_g = a->rms ? 0 : mean_g / (DT__REAL)cols;
         mean_gy /= (DT__REAL)cols;
         for (int64_t c = 0; c < cols; c++)
@@ -17391,11 +17403,13 @@ DT__COLD_END
 #undef DT__PRODUCT_ENTRY
 #undef DT__SCALAR_ENTRY
 #undef DT__SUM
+#undef DT__NOT_VECTORIZED
 #undef DT__VECTORS
 #undef DT__VECTOR
 #undef DT__SCALARS
 #undef DT__SCALAR
 #undef DT__UNROLL
+#undef DT__INDEPENDENT
 #undef DT__JOIN2
 #undef DT__JOIN
 #undef DT__K
