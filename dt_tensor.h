@@ -72,6 +72,8 @@
                            example with -lopenblas.                                (implementation)
        DT_USE_OMP          runs several threads inside a rank; the results have the same bits.
                            Compile with -fopenmp.                                  (implementation)
+       DT_USE_AMX          computes bf16 matrix products with the tiles of Intel's AMX where the
+                           processor has them (Linux). Tested by emulation only.   (implementation)
 
    CONTENTS
      1. Status, element types, shapes (mixed precision: bf16 and f16 storage)
@@ -13104,6 +13106,101 @@ static int dt__bf16_pairs_are_fast(void) {
     return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_is("amd");
 }
 #endif
+
+/* AMX, the matrix unit of Intel processors since the fourth Xeon generation. It has eight tiles,
+   registers of 16 rows of 64 bytes. One instruction (tdpbf16ps) adds the product of a tile of 16
+   rows by 16 pairs of bf16 and a tile of 16 pairs by 16 columns to a tile of 16 x 16 floats. The
+   operations below are the instructions. A test may define all of them, DT__AMX and
+   dt__amx_is_ready itself, as an emulation; the rest of the product is then the same code. */
+#if defined(DT_USE_AMX) && !defined(DT__AMX) && defined(__x86_64__) && defined(__linux__) && \
+    (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
+#define DT__AMX __attribute__((target("amx-tile,amx-bf16"), noinline))
+#define DT__TILE_CONFIGURE(config) _tile_loadconfig(config)
+#define DT__TILE_RELEASE() _tile_release()
+#define DT__TILE_ZERO(t) _tile_zero(t)
+#define DT__TILE_LOAD(t, from, stride) _tile_loadd(t, from, stride)
+#define DT__TILE_STORE(t, to, stride) _tile_stored(t, to, stride)
+#define DT__TILE_DOT(c, a, b) _tile_dpbf16ps(c, a, b)
+#define DT__AMX_DETECT
+#endif
+
+#ifdef DT__AMX
+/* Returns 1 if AMX can be used: the operating system has enabled the tiles and their configuration
+   (bits 17 and 18 of `xcr0`), and `ask`, which asks for the permission to use them, returns 0. */
+static int dt__amx_is_usable(unsigned xcr0, long (*ask)(void)) {
+    return (xcr0 >> 17 & 3) == 3 && ask() == 0;
+}
+
+#ifdef DT__AMX_DETECT
+/* Linux reserves memory for the tiles of threads only if a process asks (ARCH_REQ_XCOMP_PERM, for
+   state 18, XTILEDATA). Without permission, tile instructions raise SIGILL. The permission holds
+   for all threads of the process and for the processes that it forks. */
+static long dt__amx_ask(void) { return syscall(SYS_arch_prctl, 0x1023, 18); }
+
+/* Every processor with tiles has tdpbf16ps and vdpbf16ps. Nothing is remembered between products:
+   xgetbv and a permission held already cost less than cpuid, which virtual machines trap. */
+static int dt__amx_is_ready(void) {
+    unsigned xcr0, high;
+    if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_is("intel")) return 0;
+    __asm__ volatile("xgetbv" : "=a"(xcr0), "=d"(high) : "c"(0));
+    return dt__amx_is_usable(xcr0, dt__amx_ask);
+}
+#endif
+
+/* Gives all tiles of the calling thread 16 rows of 64 bytes. The configuration is constant: gcc
+   does not know that the instruction reads all 64 bytes, and drops stores to a local one. */
+DT__AMX static void dt__amx_begin(void) {
+    static const struct {
+        uint8_t palette, start_row, zero[14];
+        uint16_t row_bytes[16];
+        uint8_t rows[16];
+    } config = { 1, 0, { 0 }, { 64, 64, 64, 64, 64, 64, 64, 64 },
+        { 16, 16, 16, 16, 16, 16, 16, 16 } };
+    DT__TILE_CONFIGURE(&config);
+}
+
+/* Ends the use of tiles, so that a context switch need not save them. */
+DT__AMX static void dt__amx_end(void) { DT__TILE_RELEASE(); }
+
+/* The micro-kernel of AMX. Computes c(32,32) += A(32,k) B(k,32) in tiles 0 to 3, with A in tiles 4
+   and 5, B in 6 and 7. A step is 32 k indices: its part of A is 32 rows of 16 words, its part of B
+   16 rows of 32 words. The first `whole` steps of B begin at `b`, one more may be at `last`. If
+   `low` is 0, only the upper 16 rows of c are computed. The sums start at 0 if `fresh` is set. */
+DT__AMX static void dt__amx_micro_kernel(int64_t steps, int64_t whole, const float *a,
+    const float *b, const float *last, float *c, int low, int fresh) {
+    /* gcc does not know that tile loads read memory: stores before them must be complete */
+    __asm__ volatile("" ::: "memory");
+    DT__TILE_ZERO(0);
+    DT__TILE_ZERO(1);
+    DT__TILE_ZERO(2);
+    DT__TILE_ZERO(3);
+    if (!fresh) {
+        DT__TILE_LOAD(0, c, 128);
+        DT__TILE_LOAD(1, c + 16, 128);
+    }
+    if (!fresh && low) {
+        DT__TILE_LOAD(2, c + 16 * 32, 128);
+        DT__TILE_LOAD(3, c + 16 * 32 + 16, 128);
+    }
+    for (int64_t s = 0; s < steps; s++, a += 32 * 16, b += 16 * 32) {
+        if (s == whole) b = last;
+        DT__TILE_LOAD(4, a, 64);
+        DT__TILE_LOAD(6, b, 128);
+        DT__TILE_LOAD(7, b + 16, 128);
+        DT__TILE_DOT(0, 4, 6);
+        DT__TILE_DOT(1, 4, 7);
+        if (!low) continue;
+        DT__TILE_LOAD(5, a + 16 * 16, 64);
+        DT__TILE_DOT(2, 5, 6);
+        DT__TILE_DOT(3, 5, 7);
+    }
+    DT__TILE_STORE(0, c, 128);
+    DT__TILE_STORE(1, c + 16, 128);
+    if (!low) return;
+    DT__TILE_STORE(2, c + 16 * 32, 128);
+    DT__TILE_STORE(3, c + 16 * 32 + 16, 128);
+}
+#endif
 #endif /* DT_NO_KERNELS */
 
 /* Block sizes of the matrix product (section 29). The block sizes decide which data stays in which
@@ -14565,6 +14662,7 @@ typedef struct DT__K(gemm_plan) {
     int thin;  /* 1 if A is one panel: each panel of B is packed just before it is multiplied */
     int row;   /* 1 if A is one row (GEMV), for which there are wider micro-kernels */
     int pairs; /* 1 if a step is a pair of bf16 elements */
+    int amx;   /* 1 if AMX tiles multiply the pairs (matmul_amx) */
     const DT__K(micro_kernel) * kernels; /* by height, as in micro_heights */
     const DT__K(micro_kernel) * edges;   /* the same; NULL: edges are whole tiles of panels */
     DT__K(panel_kernel) panel_kernel;
@@ -14908,6 +15006,92 @@ DT__FN void DT__K(matmul_packed)(const DT__K(gemm_plan) * w, int64_t batch, int6
     }
 }
 
+#if DT__ISA == 2 && defined(DT__AMX)
+/* Packs `rows` <= 32 rows of A from element `at` on for dt__amx_micro_kernel. Missing rows and
+   terms become zeros. */
+DT__FN void DT__K(pack_amx)(
+    const dt_matmul_args *a, DT__REAL *to, int64_t at, int64_t rows, int64_t terms) {
+    const uint16_t *from = (const uint16_t *)a->a + at;
+    DT__REAL zipped[16 * 16];
+    const DT__REAL *pairs[16];
+    for (int p = 0; p < 16; p++) pairs[p] = zipped + 16 * p;
+    for (int64_t p = 0; p < terms; p += 32, to += 32 * 16) {
+        int64_t n = terms - p < 32 ? terms - p : 32;
+        if (n < 32 || rows < 32) memset(to, 0, 32 * 16 * sizeof *to);
+        for (int64_t i = 0; i < rows && !a->trans_a; i++)
+            memcpy(to + 16 * i, from + i * a->lda + p, (size_t)n * sizeof *from);
+        for (int64_t i = 0; i < rows && a->trans_a; i += 16) {
+            memset(zipped, 0, sizeof zipped);
+            DT__K(pack_pairs)
+            (zipped, 16, from + p * a->lda + i, a->lda, rows - i < 16 ? rows - i : 16, n);
+            DT__K(transpose)(to + 16 * i, 16, pairs, 16);
+        }
+    }
+}
+
+/* Multiplies a packed panel of rows [i, i + rows) of A by all panels of the packed block of B. `c`
+   is the memory of the unfinished sums, 32 x 32 for each panel of B, or NULL if all of K is one
+   block. */
+DT__FN void DT__K(multiply_amx)(const DT__K(gemm_plan) * w, const DT__K(gemm_block) * x,
+    const DT__REAL *panel, int64_t i, int64_t rows, DT__REAL *c) {
+    const dt_matmul_args *a = w->args;
+    DT__REAL sums[32 * 32], last[16 * 32] = { 0 };
+    int64_t steps = (x->kc + 15) / 16, whole = x->kc / 16;
+    for (int64_t j = x->j0; j < x->j1; j += 32) {
+        const DT__REAL *b = w->b_block + (j - x->j0) * x->kc;
+        int64_t cols = x->j1 - j < 32 ? x->j1 - j : 32;
+        DT__REAL *tile = c ? c + (j - x->j0) * 32 : sums;
+        /* the rest of a panel of B is shorter than a tile */
+        memcpy(last, b + whole * 16 * 32, (size_t)(x->kc % 16) * 32 * sizeof *b);
+        dt__amx_micro_kernel(steps, whole, panel, b, last, tile, rows > 16, x->p0 == 0);
+        if (x->p1 < a->k) continue;
+        for (int64_t r = 0, height; r < rows; r += height) {
+            height = rows - r < DT__MR ? rows - r : DT__MR;
+            DT__K(matmul_epilogue)(a, x->batch, i + r, j, height, cols, tile + r * 32, 32);
+        }
+    }
+}
+
+/* The product by AMX, with the blocks and the packing of B of matmul_packed. tdpbf16ps adds the
+   even and the odd of 32 k indices separately, then both sums, then the result to the tile. So its
+   bits differ from those of multiply-adds and of vdpbf16ps. On a processor with AMX, every product
+   of bf16 is computed here, also of one row or column: an element then depends on its row, its
+   column and K only. A block of K is a multiple of 32 terms or all of K, so the block sizes change
+   no bit. */
+DT__FN void DT__K(matmul_amx)(const DT__K(gemm_plan) * w, int64_t batch, int64_t i_first,
+    int64_t i_end, int64_t j_first, int64_t j_end) {
+    const dt_matmul_args *a = w->args;
+    int64_t terms = 2 * w->blocks.kc, nc = w->blocks.nc;
+    /* 8 panels of 32 rows are less than the DT__C_PANELS of 14 that c_tiles has room for */
+    int64_t max_rows = w->single_k_block ? a->m : 256;
+    dt__amx_begin();
+    for (int64_t i0 = i_first; i0 < i_end; i0 += max_rows) {
+        int64_t i1 = i0 + max_rows < i_end ? i0 + max_rows : i_end;
+        for (int64_t j0 = j_first; j0 < j_end; j0 += nc) {
+            int64_t j1 = j0 + nc < j_end ? j0 + nc : j_end, p = 0;
+            do { /* runs once even if K is 0, so that C is written */
+                int64_t end = p + terms < a->k ? p + terms : a->k;
+                DT__K(gemm_block)
+                x = { batch, i0, i1, j0, j1, p, end, end - p, (end - p + 1) / 2,
+                    batch * a->stride_a + p * (a->trans_a ? a->lda : 1),
+                    batch * a->stride_b + p * (a->trans_b ? 1 : a->ldb), 0 };
+                DT__K(pack_b)(w, x.from_b, j0, j1 - j0, x.terms);
+                for (int64_t i = i0; i < i1; i += 32) {
+                    int64_t rows = i1 - i < 32 ? i1 - i : 32;
+                    DT__K(pack_amx)
+                    (a, w->a_panels, x.from_a + i * (a->trans_a ? 1 : a->lda), rows, x.terms);
+                    DT__K(multiply_amx)
+                    (w, &x, w->a_panels, i, rows,
+                        w->single_k_block ? NULL : w->c_tiles + (i - i0) * nc);
+                }
+                p = end;
+            } while (p < a->k);
+        }
+    }
+    dt__amx_end();
+}
+#endif
+
 /* Product of small matrices: reads A and B and writes C in place, without packing, blocks or
    scratch memory. An element's sum has the same order as in a large product. */
 DT__FN void DT__K(matmul_small)(const DT__K(gemm_plan) * w, int64_t batch) {
@@ -15019,8 +15203,27 @@ DT__FN void DT__K(matmul_transpose)(dt_matmul_args *a) {
     *a = b;
 }
 
+/* Computes rows [first, end) of C if C has more rows than columns, else columns [first, end). */
+DT__FN void DT__K(matmul_share)(
+    const DT__K(gemm_plan) * w, int outer, int64_t batch, int64_t first, int64_t end) {
+    const dt_matmul_args *a = w->args;
+    int by_rows = a->m > a->n;
+    int64_t i0 = by_rows ? first : 0, i1 = by_rows ? end : a->m;
+    int64_t j0 = by_rows ? 0 : first, j1 = by_rows ? a->n : end;
+    if (w->columns_kernel)
+        DT__K(matmul_columns)(w, batch, first, end);
+    else if (outer)
+        DT__K(matmul_outer)(w, batch, i0, i1, j0, j1);
+#if DT__ISA == 2 && defined(DT__AMX)
+    else if (w->amx)
+        DT__K(matmul_amx)(w, batch, i0, i1, j0, j1);
+#endif
+    else
+        DT__K(matmul_packed)(w, batch, i0, i1, j0, j1);
+}
+
 /* Computes the matrix product. If `pairs` is 1, the micro-kernel uses the dot product of bf16
-   pairs, which the processor must support. */
+   pairs, if `pairs` is 2, that of AMX tiles. The processor must support it. */
 DT__FN dt_status DT__K(matmul_with)(const dt_matmul_args *args, int pairs) {
     dt_matmul_args a = *args;
     if (a.m < 0 || a.n < 0 || a.k < 0 || a.batch < 0 || a.activation < 0 ||
@@ -15061,23 +15264,28 @@ DT__FN dt_status DT__K(matmul_with)(const dt_matmul_args *args, int pairs) {
     if (pairs) w.edges = DT__K(matmul_pair_edge_kernels);
     if (pairs) w.outer_kernel = DT__K(outer_pair_kernel);
 #endif
-    w.pairs = pairs;
+    w.pairs = pairs != 0;
     DT__K(plan_packing)(&w);
+    w.amx = pairs == 2;
+    if (w.amx) w.columns_kernel = NULL, w.row = w.thin = outer = 0;
     int threads = dt__omp_threads(), small = w.small && !outer && threads == 1;
     for (int64_t i = 0; small && i < a.batch; i++) DT__K(matmul_small)(&w, i);
     if (small) return DT_OK;
-    int64_t steps = w.pairs ? (a.k + 1) / 2 : a.k;
+    int64_t steps = w.pairs ? (a.k + 1) / 2 : a.k,
+            unit = (steps + DT__MAX_KC - 1) / DT__MAX_KC * 16;
+    /* each of several blocks of K has a multiple of AMX's 16 steps */
+    if (w.amx && unit > 16) steps = (steps + unit - 1) / unit * unit;
     int64_t thin_kc = !w.thin ? 0 : a.trans_b ? DT__THIN_KC_TRANSPOSED : DT__THIN_KC;
     w.blocks = dt__gemm_blocks_make(w.row ? 1 : 14, a.n, steps, sizeof(DT__REAL), thin_kc);
     w.single_k_block = steps <= w.blocks.kc;
+    if (w.amx && w.single_k_block) w.blocks.c_tiles = 0; /* a panel for AMX needs the memory */
     int64_t shares = a.m * a.n * a.k < 1 << 18 ? 1 : dt__omp_threads(),
             side = a.m > a.n ? a.m : a.n;
     int64_t each = shares == 1 ? side : ((side + shares - 1) / shares + 31) / 32 * 32;
     int64_t stride = threads == 1 ? 0 : (int64_t)(a.work_bytes / (size_t)threads);
     DT__PARALLEL
     for (int64_t share = 0; share < a.batch * shares; share++) {
-        /* each iteration uses the thread's own scratch memory. It computes rows [first, end) of C
-           if C has more rows than columns, else columns [first, end). */
+        /* each iteration uses the thread's own scratch memory */
         DT__K(gemm_plan) copy, *own = &w;
         if (threads > 1) copy = w, own = &copy;
         int64_t batch = shares == 1 ? share : share / shares,
@@ -15086,21 +15294,15 @@ DT__FN dt_status DT__K(matmul_with)(const dt_matmul_args *args, int pairs) {
         own->c_tiles = (DT__REAL *)dt__align64((char *)a.work + dt__omp_thread() * stride);
         own->b_block = own->c_tiles + own->blocks.c_tiles;
         own->a_panels = own->b_block + own->blocks.b_block;
-        if (w.columns_kernel)
-            DT__K(matmul_columns)(own, batch, first, end);
-        else if (outer && a.m > a.n)
-            DT__K(matmul_outer)(&w, batch, first, end, 0, a.n);
-        else if (outer)
-            DT__K(matmul_outer)(&w, batch, 0, a.m, first, end);
-        else if (a.m > a.n)
-            DT__K(matmul_packed)(own, batch, first, end, 0, a.n);
-        else
-            DT__K(matmul_packed)(own, batch, 0, a.m, first, end);
+        DT__K(matmul_share)(own, outer, batch, first, end);
     }
     return DT_OK;
 }
 
 DT__FN dt_status DT__K(matmul)(const dt_matmul_args *a) {
+#if DT__ISA == 2 && defined(DT__AMX)
+    if (a->dtype == DT_BF16 && !a->b_quant && dt__amx_is_ready()) return DT__K(matmul_with)(a, 2);
+#endif
 #if DT__ISA == 2
     if (a->dtype == DT_BF16 && !a->b_quant && dt__bf16_pairs_are_fast())
         return DT__K(matmul_with)(a, 1);
@@ -15295,8 +15497,8 @@ DT__FN dt_status DT__K(permute)(const dt_permute_args *args) {
 
 #if DT__FLOATS
 
-/* A statement that keeps gcc from vectorizing the loop around it: the last elements of a sum are too
-   few for vectors. */
+/* A statement that keeps gcc from vectorizing the loop around it: the last elements of a sum are
+   too few for vectors. */
 #define DT__NOT_VECTORIZED __asm__ volatile("")
 
 /* Sets `total` to the sum of TERM, an expression in j, over 0 <= j < n. The sum is computed in 16

@@ -11,6 +11,8 @@
 #endif
 #define DT_IMPLEMENTATION
 #define DT__STREAM_BYTES 1024 /* so that the larger arrays of the tests are streamed */
+#include "tests/support/amx.h"
+
 #include "dt_tensor.h"
 #include "tests/support/check.h"
 #include "tests/support/meter.h"
@@ -19,14 +21,19 @@
 #include <cpuid.h>
 #endif
 
-static const char *const isa_name[DT__ISAS + 1] = { "plain", "simd", "avx512", "avx512 pairs" };
-/* bf16 products by AVX-512 dot products of pairs, tested like an instruction set of its own. matmul
-   uses them where they are faster. */
-enum { PAIRS = DT__ISAS };
+static const char *const isa_name[DT__ISAS + 2] = { "plain", "simd", "avx512", "avx512 pairs",
+    "amx tiles" };
+/* bf16 products by AVX-512 dot products of pairs and by emulated AMX tiles, tested like instruction
+   sets of their own. matmul uses them where they are faster. */
+enum { PAIRS = DT__ISAS, TILES };
 
 static dt_status multiply(dt_dtype type, int isa, const dt_matmul_args *a) {
 #if defined(__x86_64__)
-    if (isa == PAIRS) return dt__matmul_with_f32_avx512(a, 1);
+    if (isa >= PAIRS) {
+        dt_status status = dt__matmul_with_f32_avx512(a, isa == TILES ? 2 : 1);
+        CHECK_MSG(amx_in_use == 0, "%d threads have not released their tiles", amx_in_use);
+        return status;
+    }
 #endif
     return dt__variant_of(type, isa)->matmul(a);
 }
@@ -2368,6 +2375,59 @@ static void products_by(dt_dtype type, int isa) {
     product_bits(type, isa, 130, 800, 1520, 2);
 }
 
+#if defined(__x86_64__)
+static int amx_asked;
+static long amx_permit(void) { return amx_asked++, 0; }
+static long amx_refuse(void) { return amx_asked++, -1; }
+
+/* AMX needs both bits of the system and a permission, which is asked for. */
+static void test_amx_is_usable(void) {
+    unsigned xcr0 = 3u << 17;
+    CHECK(dt__amx_is_usable(xcr0, amx_permit) && amx_asked == 1);
+    CHECK(!dt__amx_is_usable(xcr0, amx_refuse) && amx_asked == 2);
+    for (int bit = 0; bit < 32; bit++)
+        CHECK(dt__amx_is_usable(xcr0 & ~(1u << bit), amx_permit) == (bit != 17 && bit != 18));
+}
+
+/* AMX adds the even and the odd of each 32 k indices separately, then both sums, then the result to
+   the element, which starts at zero. All three kinds of operands and K of one and of two blocks
+   have these bits. The elements reach down to denormals, which are zeros. */
+static void product_order(void) {
+    enum { M = 35, N = 37, MOST = 1650 };
+    static const int ks[] = { 1, 2, 31, 33, 64, 95, MOST };
+    uint16_t *a = noise_array(DT_BF16, M * MOST, 11), *b = noise_array(DT_BF16, N * MOST, 12);
+    for (int i = 0; i < M * MOST; i += 3) put(a, DT_BF16, i, ldexp(1.4, i % 260 - 140));
+    float *c = room(M * N * sizeof *c);
+    for (int t = 0; t < 3 * 7; t++) {
+        int K = ks[t % 7], ta = t / 7 == 1, tb = t / 7 == 2, wrong = 0;
+        dt_matmul_args p = { .dtype = DT_BF16, .c = c, .a = a, .b = b, .m = M, .n = N, .k = K };
+        p.trans_a = ta, p.trans_b = tb, p.wide = 1;
+        p.work_bytes = dt_matmul_work(N, K, DT_BF16), p.work = room(p.work_bytes);
+        CHECK(multiply(DT_BF16, TILES, &p) == DT_OK);
+        free(p.work);
+        for (int i = 0; i < M; i++)
+            for (int j = 0; j < N; j++) {
+                float all = 0;
+                for (int k = 0; k < K; k += 32) {
+                    float even = 0, odd = 0;
+                    for (int l = k; l < K && l < k + 32; l++) {
+                        float *sum = l % 2 ? &odd : &even;
+                        float x = (float)get(a, DT_BF16, ta ? l * M + i : i * K + l);
+                        float y = (float)get(b, DT_BF16, tb ? j * K + l : l * N + j);
+                        *sum = amx_flush(fmaf(amx_flush(x), amx_flush(y), *sum));
+                    }
+                    all = amx_flush(all + amx_flush(even + odd));
+                }
+                wrong += memcmp(&all, c + i * N + j, sizeof all) != 0;
+            }
+        CHECK_MSG(wrong == 0, "amx, K %d, form %d: %d elements have other bits", K, t / 7, wrong);
+    }
+    free(a);
+    free(b);
+    free(c);
+}
+#endif
+
 static void test_products(void) {
     for (int isa = first_isa(); isa < DT__ISAS; isa++) {
         if (isa > dt__best_isa() || !dt__variant_of(DT_F32, isa)) {
@@ -2384,6 +2444,14 @@ static void test_products(void) {
     else
 #endif
         check_skip("bf16 products by pairs: not on this machine");
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512bw")) {
+        test_amx_is_usable();
+        products_by(DT_BF16, TILES);
+        product_order();
+    } else
+#endif
+        check_skip("bf16 products by AMX tiles: not on this machine");
 }
 
 /* The scratch memory lies where row 70 of C would be if the 16-bit C had elements of the compute
