@@ -79,14 +79,14 @@ WHOLE       = $(B)/test_kernels $(B)/test_cuda_shim $(B)/test_fake_cuda $(B)/tes
 PUBLIC      = $(if $(filter no,$(SHARE)),,$(patsubst %,$(B)/test_%,checkpoint_kills many_ranks memory models schedule \
                 seeds overlap tokenizer trace file_safety))
 SHARING     = $(if $(filter no,$(SHARE)),,$(filter-out $(WHOLE) $(PUBLIC),$(TESTS)))
-HELPERS     = $(patsubst %,$(B)/%,net_rank packets power mpi_ranks mpi_mismatch)
+HELPERS     = $(patsubst %,$(B)/%,net_rank packets power mpi_ranks mpi_mismatch mpi_ps)
 $(PUBLIC): $(B)/tests_implementation.o $(B)/tests_kernels.o
 $(SHARING) $(HELPERS): $(B)/tests_kernels.o
 # These take longer to compile than to run, so they are not optimised, unless TFLAGS are given.
 QUICK = $(HELPERS) \
     $(patsubst %,$(B)/test_%,account attack checkpoint_faults checkpoint_kills comm_procs comm_started faults file_safety files fuzz gpt grad_dtype groups \
           io_thread launch_env layers lora many_ranks memory mismatch misuse models moe muon nan onebit ops overlap parallel pipe placements \
-          precision ps rendezvous replicas schedule seeds tensor tokenizer trace)
+          precision ps ps_blocks ps_save rendezvous replicas schedule seeds tensor tokenizer trace)
 ifeq ($(origin TFLAGS),file)
 $(QUICK): private TFLAGS := $(patsubst -O1,-O0,$(TFLAGS))
 endif
@@ -141,7 +141,7 @@ fuzz: $(FUZZERS)
 
 # The full campaigns. B=build-asan runs the programs of that folder.
 faults: $(B)/test_faults $(B)/test_mismatch $(B)/test_attack $(B)/test_fuzz $(B)/test_checkpoint_faults \
-        $(B)/test_checkpoint_kills $(B)/test_offload $(B)/test_memory $(B)/test_cuda $(B)/test_cuda_races \
+        $(B)/test_checkpoint_kills $(B)/test_ps_save $(B)/test_offload $(B)/test_memory $(B)/test_cuda $(B)/test_cuda_races \
         $(B)/test_matrix_gpu $(B)/test_matrix $(B)/test_comm $(B)/test_comm_ops $(B)/test_tcp $(B)/train_gpt
 	@B=$(B) tests/faults/run.sh
 

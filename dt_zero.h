@@ -90,6 +90,7 @@
     26. Sparse tables: snapshots (base, delta)
     27. Parameter server: keys, sums, pulls (embedding lookup, owners of keys)
     28. Parameter server: steps, servers (synchronous, asynchronous, stale synchronous parallel)
+    29. Parameter server: snapshots (one commit for all owners), call sites
 
    CONTRACT
      Memory     The context owns the training state and frees it. dt_zero_make allocates parameters
@@ -855,17 +856,34 @@ DT_API int64_t dt_table_load(dt_table *table, const char *dir, dt_table_load_des
                      arrives. A pull of a worker that has done c steps waits until the slowest
                      worker has done c - staleness. Staleness 0 is DT_PS_SYNC.
        DT_PS_ASYNC   Like SSP without a bound.
+       DT_PS_GEO     Local SGD with asynchronous averaging (geo-SGD of Paddle). Each worker has a
+                     replica of all rows, reads it and applies its own steps to it, with optimizer
+                     state of its own. After every geo_steps steps it exchanges: for each row that
+                     it has changed it sends the base, which is the row after the last exchange,
+                     and the target base + geo_scale (row - base). The owner sets its row to
+                     (row - base) + target. The worker then receives these rows and those that
+                     others have changed. So one worker with geo_scale 1 has the bits of local SGD,
+                     and workers without a common key those of DT_PS_SYNC. geo_scale 1 / workers
+                     averages the workers' changes.
 
-   The sum over workers is not divided by their number: divide the loss by the whole batch. */
-enum { DT_PS_SYNC = 0, DT_PS_ASYNC, DT_PS_SSP };
-enum { DT_PS_CREDITS = 4, DT_PS_HISTOGRAM = 16 };
+   Except with DT_PS_GEO the sum over workers is not divided by their number: divide the loss by the
+   whole batch. */
+enum { DT_PS_SYNC = 0, DT_PS_ASYNC, DT_PS_SSP, DT_PS_GEO };
+enum { DT_PS_CREDITS = 4, DT_PS_HISTOGRAM = 16, DT_PS_RUN = 1024 };
 
 typedef struct dt_ps_desc {
     dt_comm *comm; /* NULL means the world */
     int servers;   /* 0: owned mode, DT_PS_SYNC only; else fewer than the ranks of comm */
     int mode;      /* DT_PS_* */
     int staleness; /* DT_PS_SSP: the bound, in clocks */
-    int credits;   /* most pulls that a worker has under way at once; 0 means DT_PS_CREDITS */
+    /* DT_PS_GEO: steps between exchanges; the scale of a worker's changes, 0 means 1 / workers.
+       DT_PS_GEO needs servers. Its tables have no FTRL, admission, ttl, threshold or memory_limit.
+       Servers keep values alone: their tables count as DT_TABLE_SGD */
+    int geo_steps;
+    double geo_scale;
+    /* most pulls that a worker has under way at once, and as many prefetches; 0 means
+       DT_PS_CREDITS */
+    int credits;
     /* Record and replay, NULL: off. Server i (from 0) writes the order in which requests came to
        the new file `record`.i, or takes requests in the order of the file `replay`.i. A replay of
        the same program has the bits of the recorded run in every mode. DT_ERR_IO; DT_ERR_ARG if the
@@ -878,9 +896,16 @@ typedef struct dt_ps_pull dt_ps_pull;
 /* [collective: comm] Makes a parameter server without tables. The context owns it. All ranks pass
    equal values, else DT_ERR_ARG. Returns NULL on failure. */
 DT_API dt_ps *dt_ps_make(dt_ctx *ctx, dt_ps_desc desc);
-/* [collective: comm] Adds a table and returns its number, from 0; -1 on failure. DT_ERR_ARG if the
-   ranks' descriptions differ. With desc.memory_limit each owner has this limit. */
+/* [collective: comm] Adds a table and returns its number, from 0; -1 on failure. Call it before
+   dt_ps_serve, dt_ps_load and the first step. DT_ERR_ARG: later, or the ranks' descriptions differ.
+   With desc.memory_limit each owner has this limit. */
 DT_API int dt_ps_table(dt_ps *ps, dt_table_desc desc);
+/* [collective: comm] Adds a dense parameter of this shape and returns its table's number, from 0;
+   -1 on failure. Such a table has a key for each run of DT_PS_RUN elements, whose row is the run,
+   the last one padded (desc.width is ignored). All keys are pulled and pushed together, without
+   being sent. Initial values are those of dt_param(ctx, desc.name, shape, desc.init). DT_ERR_ARG:
+   the ranks' shapes differ, or desc asks for admission, ttl or threshold. */
+DT_API int dt_ps_dense(dt_ps *ps, dt_table_desc desc, dt_shape shape);
 /* [local] Returns 1 if this rank is a server, which must call dt_ps_serve; else 0. */
 DT_API int dt_ps_is_server(const dt_ps *ps);
 /* [server] Serves until all workers have called dt_ps_end. */
@@ -894,12 +919,24 @@ DT_API dt_ps_pull *dt_ps_pull_start(
 /* [worker] Waits until the pull is complete and frees the handle; NULL is allowed. Call it exactly
    once for each pull. Returns dt_error(ctx). */
 DT_API dt_status dt_ps_wait(dt_ps *ps, dt_ps_pull *pull);
+/* [worker] Prefetch: starts to pull the rows of n keys for the step after the next dt_ps_step,
+   while this step computes. For a dense table keys is NULL and n 0. The pull of that step with the
+   same keys in the same order takes them without a round trip. A server answers once it has applied
+   this worker's steps before it and the mode allows it, so results have the same bits. Does nothing
+   without servers, with DT_PS_GEO, or if desc.credits prefetches are under way; those of past steps
+   do not count. */
+DT_API dt_status dt_ps_prefetch(dt_ps *ps, int table, const uint64_t *keys, size_t n);
 /* [worker; owned mode: collective: comm] Embedding lookup, an op on the tape: keys of shape (..)
    give a tensor (..,width) of the table's type. The backward adds the gradient of each key, row by
    row, to the sum that the next dt_ps_step pushes. Like a parameter's, a micro-batch's gradient is
    complete before it is added to that of the micro-batches before it (dt_micro). CPU tensors only:
    DT_ERR_UNSUPPORTED with a CUDA kernel table. */
 DT_API dt_tensor *dt_ps_embedding(dt_ps *ps, int table, const uint64_t *keys, dt_shape shape);
+/* [worker; owned mode: collective: comm] Reads a dense parameter, an op on the tape: a tensor of
+   the shape of dt_ps_dense and of the table's type. The backward adds its gradient to the sum that
+   the next dt_ps_step pushes. Each call pulls the parameter: call it once in a micro-batch. CPU
+   tensors only, as dt_ps_embedding. */
+DT_API dt_tensor *dt_ps_dense_read(dt_ps *ps, int table);
 /* [worker; owned mode: collective: comm] Adds gradients (n,width), f32 or for an f64 table f64, to
    the sums of the next dt_ps_step, as the backward of dt_ps_embedding does. */
 DT_API dt_status dt_ps_add(dt_ps *ps, int table, const uint64_t *keys, size_t n, const void *grads);
@@ -929,10 +966,64 @@ DT_API dt_ps_stats dt_ps_info(const dt_ps *ps);
    NULL if the rank owns none. */
 DT_API dt_table *dt_ps_owned(const dt_ps *ps, int table);
 
+/* Density rule: a dense parameter with all-reduce, or a sparse table on a parameter server? A step
+   of N workers, each of which reads u of the R rows of w numbers, moves for each worker
+
+       all-reduce          2 G w R (N-1)/N                 ZeRO-0: what the worker sends
+       parameter server    u (8 + P w) + u (8 + G w)       pull: keys, rows; push: keys, sums
+
+   with P and G bytes for each number of a row and of its gradient. Both count each byte on the
+   network once: workers send all-reduce's bytes to each other, and exchange the others with servers
+   on other machines. In f32 the server moves less if u/R < (N-1)/N w/(w+2). Left out: headers,
+   counts and padding. Sources: Thakur, Rabenseifner and Gropp, "Optimization of Collective
+   Communication Operations in MPICH", IJHPCA 19 (2005), for all-reduce; Kim et al., "Parallax",
+   EuroSys 2019, for the choice by density. */
+typedef struct dt_ps_formula_desc {
+    double rows;          /* R */
+    double keys;          /* u: distinct keys of one worker in a step */
+    int width;            /* w */
+    int workers;          /* N; 0 means 1 */
+    double values, grads; /* P and G; f32: 4, 4; bf16: 2, 4; f64: 8, 8. Both 0 mean 4 and 4 */
+} dt_ps_formula_desc;
+typedef struct dt_ps_bytes {
+    double all_reduce, server;
+    int use_server; /* 1 if the server moves fewer bytes */
+} dt_ps_bytes;
+/* [local] Returns the bytes by the formulas above. If an argument is negative, they are NaN and
+   use_server is 0. */
+DT_API dt_ps_bytes dt_ps_formula(dt_ps_formula_desc desc);
+
+/* Snapshots of a parameter server: DIR/step-CLOCK holds a file for each table of each owner, under
+   the commit protocol of checkpoints: the parts of all owners are there, or none. CLOCK is the
+   workers' number of steps. A base has all rows; a delta has what changed since the snapshot before
+   it. All ranks must see the folder `dir`, which is locked as in section 3. */
+typedef struct dt_ps_save_desc {
+    int delta; /* 0: saves a base; 1: a delta to the last snapshot that was saved to or loaded from
+                  `dir` */
+    int keep;  /* number of newest bases to keep, with their deltas, when a base is saved; 0: all */
+} dt_ps_save_desc;
+/* [collective: the workers that have not called dt_ps_end] Saves a snapshot between dt_ps_step and
+   the next gradients, at the same clock on all workers, with equal arguments. Returns when the
+   snapshot is durable. Servers take part in dt_ps_serve. On failure every rank fails: DT_ERR_IO if
+   a file operation failed, if another process saves to `dir` or if `dir` has a newer snapshot than
+   this job has saved or loaded; earlier snapshots are untouched. DT_ERR_ARG: a delta without a
+   snapshot before it; gradients that are not pushed; other arguments on another worker; or another
+   worker steps on instead. With DT_PS_GEO the workers first send what they have changed; the
+   optimizer states of their replicas are not saved. */
+DT_API dt_status dt_ps_save(dt_ps *ps, const char *dir, dt_ps_save_desc desc);
+/* [collective: comm] Loads the newest intact snapshot and the chain that it needs, after the calls
+   of dt_ps_table and before the first step; servers call it before dt_ps_serve. The numbers of
+   servers and workers may differ from those that saved: then each owner reads the files of all
+   owners. Workers go on from the returned clock, and a synchronous run has the bits of one that was
+   not interrupted. Returns 0 if `dir` has no snapshot. Returns -1 if no snapshot is intact, or on
+   failure: DT_ERR_ARG for other tables, DT_ERR_IO. */
+DT_API int64_t dt_ps_load(dt_ps *ps, const char *dir);
+
 /* [local] Set the call site of the next operation and return the argument. Call sites: section 4 of
    dt_tensor.h. */
 DT_API dt_zero *dt_zero_here(dt_zero *zero, const char *file, int line);
 DT_API dt_checkpoint *dt_checkpoint_here(dt_checkpoint *checkpoint, const char *file, int line);
+DT_API dt_ps *dt_ps_here(dt_ps *ps, const char *file, int line);
 #define dt_zero_make(ctx, ...) dt_zero_make(dt_ctx_here(ctx, DT_SITE), __VA_ARGS__)
 #define dt_zero_step(zero, ...) dt_zero_step(dt_zero_here(zero, DT_SITE), __VA_ARGS__)
 #define dt_zero_step_groups(zero, ...) dt_zero_step_groups(dt_zero_here(zero, DT_SITE), __VA_ARGS__)
@@ -947,6 +1038,20 @@ DT_API dt_checkpoint *dt_checkpoint_here(dt_checkpoint *checkpoint, const char *
 #define dt_checkpoint_close(c) dt_checkpoint_close(dt_checkpoint_here(c, DT_SITE))
 #define dt_checkpoint_save(c) dt_checkpoint_save(dt_checkpoint_here(c, DT_SITE))
 #define dt_checkpoint_load(c, ...) dt_checkpoint_load(dt_checkpoint_here(c, DT_SITE), __VA_ARGS__)
+#define dt_ps_make(ctx, ...) dt_ps_make(dt_ctx_here(ctx, DT_SITE), __VA_ARGS__)
+#define dt_ps_table(ps, ...) dt_ps_table(dt_ps_here(ps, DT_SITE), __VA_ARGS__)
+#define dt_ps_dense(ps, ...) dt_ps_dense(dt_ps_here(ps, DT_SITE), __VA_ARGS__)
+#define dt_ps_dense_read(ps, ...) dt_ps_dense_read(dt_ps_here(ps, DT_SITE), __VA_ARGS__)
+#define dt_ps_serve(ps) dt_ps_serve(dt_ps_here(ps, DT_SITE))
+#define dt_ps_pull_start(ps, ...) dt_ps_pull_start(dt_ps_here(ps, DT_SITE), __VA_ARGS__)
+#define dt_ps_wait(ps, ...) dt_ps_wait(dt_ps_here(ps, DT_SITE), __VA_ARGS__)
+#define dt_ps_embedding(ps, ...) dt_ps_embedding(dt_ps_here(ps, DT_SITE), __VA_ARGS__)
+#define dt_ps_prefetch(ps, ...) dt_ps_prefetch(dt_ps_here(ps, DT_SITE), __VA_ARGS__)
+#define dt_ps_add(ps, ...) dt_ps_add(dt_ps_here(ps, DT_SITE), __VA_ARGS__)
+#define dt_ps_step(ps, ...) dt_ps_step(dt_ps_here(ps, DT_SITE), __VA_ARGS__)
+#define dt_ps_end(ps) dt_ps_end(dt_ps_here(ps, DT_SITE))
+#define dt_ps_save(ps, ...) dt_ps_save(dt_ps_here(ps, DT_SITE), __VA_ARGS__)
+#define dt_ps_load(ps, ...) dt_ps_load(dt_ps_here(ps, DT_SITE), __VA_ARGS__)
 
 #ifdef __cplusplus
 }
@@ -5887,11 +5992,12 @@ dt_zero_bytes dt_zero_formula(dt_zero_formula_desc d) {
    files in dt__save_start; when every rank has done so, rank 0 does the rest in dt__save_commit. A
    crash before the rename leaves a .tmp folder, which the next job removes. */
 
-enum { DT__CKPT_COPY = 4 << 20, DT__CKPT_CHUNK = 1 << 20 };
+enum { DT__CKPT_COPY = 4 << 20, DT__CKPT_CHUNK = 1 << 20, DT__LOCK_TEXT = 300 };
 enum { DT__SAVE_IDLE = 0, DT__SAVE_WRITING, DT__SAVE_COMMITTING };
 static const char *const dt__ckpt_names[] = { "model.safetensors", "optim.safetensors",
     "config.json", "manifest.json" };             /* DT__MODEL to DT__MANIFEST */
 static const char dt__table_file[] = "table.bin"; /* the only file of a table's snapshot */
+static const char dt__ps_file[] = "ps.bin";       /* beside owner-0-table-0.bin, .. */
 
 /* Copies a folder's path without the slashes at its end to `out`, of DT__PATH_BYTES bytes. */
 static dt_status dt__copy_dir(dt_ctx *ctx, const char *func, char *out, const char *dir) {
@@ -5991,19 +6097,35 @@ int64_t dt_checkpoint_newest(const dt_io *io, const char *dir, char *name, size_
     return id.step;
 }
 
-/* Removes a checkpoint. The manifest is removed first, so that a partly removed checkpoint never
-   looks complete. Other files in the checkpoint's folder stay. */
-static int dt__ckpt_remove(const dt_io *io, const char *folder) {
-    const char *const names[] = { dt__ckpt_names[DT__MANIFEST], dt__ckpt_names[DT__CONFIG],
-        dt__ckpt_names[DT__MODEL], dt__ckpt_names[DT__OPTIM], dt__table_file };
-    return io->remove_folder(io->user, folder, names, 5);
-}
-
-/* Removes a folder of DIR that a killed job has left: exactly of the form step-200.1a2b3c.tmp. */
 typedef struct dt__tmp_sweep {
     const dt_io *io;
     const char *dir;
 } dt__tmp_sweep;
+
+/* Removes a file of a parameter server's snapshot: exactly of the form owner-0-table-0.bin. */
+static void dt__ps_file_remove(void *arg, const char *name) {
+    const dt__tmp_sweep *sweep = (const dt__tmp_sweep *)arg;
+    int owner = -1, table = -1;
+    char same[64], path[DT__PATH_BYTES + 144];
+    if (sscanf(name, "owner-%9d-table-%9d.bin", &owner, &table) != 2) return;
+    snprintf(same, sizeof same, "owner-%d-table-%d.bin", owner, table);
+    snprintf(path, sizeof path, "%s/%s", sweep->dir, same);
+    if (strcmp(name, same) == 0) sweep->io->remove(sweep->io->user, path);
+}
+
+/* Removes a checkpoint. The manifest is removed first, so that a partly removed checkpoint never
+   looks complete. Other files in the checkpoint's folder stay. */
+static int dt__ckpt_remove(const dt_io *io, const char *folder) {
+    const char *const names[] = { dt__ckpt_names[DT__MANIFEST], dt__ps_file,
+        dt__ckpt_names[DT__CONFIG], dt__ckpt_names[DT__MODEL], dt__ckpt_names[DT__OPTIM],
+        dt__table_file };
+    dt__tmp_sweep files = { io, folder };
+    if (io->remove_folder(io->user, folder, names, 6) == 0) return 0;
+    io->list_folder(io->user, folder, dt__ps_file_remove, &files);
+    return io->remove_folder(io->user, folder, names, 6);
+}
+
+/* Removes a folder of DIR that a killed job has left: exactly of the form step-200.1a2b3c.tmp. */
 static void dt__tmp_sweep_one(void *arg, const char *name) {
     const dt__tmp_sweep *sweep = (const dt__tmp_sweep *)arg;
     const char *dot = strchr(name, '.');
@@ -6055,8 +6177,9 @@ struct dt_checkpoint {
     dt_ctx *ctx;
     dt_checkpoint_desc desc;
     dt_listener listener;
-    const char *what;    /* name of the public call, for messages */
-    char lock_text[300]; /* content of the lock file: this process, and when it took the lock */
+    const char *what; /* name of the public call, for messages */
+    /* content of the lock file: this process, and when it took the lock */
+    char lock_text[DT__LOCK_TEXT];
     dt__files files;
     dt_weights *w[DT__CKPT_FILES]; /* the safetensors files: names and offsets of all tensors */
     dt__ckpt_file file[DT__CKPT_FILES];
@@ -6909,18 +7032,18 @@ static dt_status dt__save_wait(dt_checkpoint *c) {
 
 // ==== 23. Checkpoints: opening, closing, export =================================================
 
-/* On rank 0: creates the folder DIR if it is missing, locks it, and removes .tmp folders that
-   killed jobs have left in it. */
-static void dt__dir_lock(dt_checkpoint *c) {
-    dt__writer *w = &c->files.writer;
-    const char *dir = c->files.path[DT__DIR], *path = c->files.path[DT__LOCK];
+/* Creates the folder DIR if it is missing, locks it, writes lock_text (DT__LOCK_TEXT bytes), and
+   removes .tmp folders that killed jobs have left in DIR. */
+static void dt__dir_lock(dt_ctx *ctx, dt__files *f, char *lock_text) {
+    dt__writer *w = &f->writer;
+    const char *dir = f->path[DT__DIR], *path = f->path[DT__LOCK];
     char text[400] = "", host[200] = "";
-    dt__files_path(&c->files, DT__LOCK, dir, "lock");
+    dt__files_path(f, DT__LOCK, dir, "lock");
     int fd = w->why[0] ? -1 : dt__open(&w->io, path, DT_IO_LOCK);
     if (fd < 0 && errno == ENOENT && dt__writer_make_folder(w, dir))
         fd = dt__open(&w->io, path, DT_IO_LOCK);
     if (fd < 0) dt__writer_fail(w, path, "open");
-    c->files.fd[DT__LOCK] = fd;
+    f->fd[DT__LOCK] = fd;
     if (fd < 0) return;
     errno = 0;
     int taken = w->io.lock(w->io.user, fd);
@@ -6933,15 +7056,14 @@ static void dt__dir_lock(dt_checkpoint *c) {
         return;
     }
     if (taken != 0)
-        dt_log(c->ctx, DT_LOG_NOTICE, "%s: no locks there (%s): a second job would not be noticed",
+        dt_log(ctx, DT_LOG_NOTICE, "%s: no locks there (%s): a second job would not be noticed",
             dir, dt__io_reason());
     dt__read_text(&w->io, "/proc/sys/kernel/hostname", host, sizeof host);
     host[strcspn(host, "\n")] = 0;
-    snprintf(c->lock_text, sizeof c->lock_text, "process %ld on %.200s\n%.6f\n", (long)getpid(),
-        host[0] ? host : "a host without a name",
-        dt_ctx_host(c->ctx)->now(dt_ctx_host(c->ctx)->user));
+    snprintf(lock_text, DT__LOCK_TEXT, "process %ld on %.200s\n%.6f\n", (long)getpid(),
+        host[0] ? host : "a host without a name", dt_ctx_host(ctx)->now(dt_ctx_host(ctx)->user));
     w->io.resize(w->io.user, fd, 0);
-    dt__writer_write(w, path, fd, c->lock_text, (int64_t)strlen(c->lock_text), 0);
+    dt__writer_write(w, path, fd, lock_text, (int64_t)strlen(lock_text), 0);
     /* Makes the name DIR durable. Every job does so, because the job that created DIR may have been
        killed before its fsync. EACCES: this job may have no permission to read the parent. */
     dt__writer_sync_parent(w, dir, EACCES);
@@ -7004,7 +7126,8 @@ static dt_checkpoint *dt__checkpoint_open(dt_zero *zero, dt_checkpoint_desc desc
     dt__manifest_make(c, 1);
     dt__manifest_free(c);
     if (desc.dir) dt__copy_dir(ctx, "dt_checkpoint_open", c->files.path[DT__DIR], desc.dir);
-    if (desc.dir && dt_ctx_rank(ctx) == 0 && dt_error(ctx) == DT_OK) dt__dir_lock(c);
+    if (desc.dir && dt_ctx_rank(ctx) == 0 && dt_error(ctx) == DT_OK)
+        dt__dir_lock(ctx, &c->files, c->lock_text);
     dt__files_check(ctx, &c->files, "dt_checkpoint_open");
     c->what = "dt_checkpoint_save";
     for (int i = 0; i < dt_param_count(ctx) && dt_error(ctx) == DT_OK; i++) {
@@ -8219,13 +8342,12 @@ static int dt__table_bad_column(const dt_table *t, const void *grad) {
     return -1;
 }
 
-/* to += from, numbers of the compute type */
-static void dt__table_add(const dt_table *t, char *to, const char *from) {
+/* to += from, n numbers of the compute type */
+static void dt__table_add(const dt_table *t, char *to, const char *from, int n) {
     float *f = (float *)(void *)to;
     double *d = (double *)(void *)to;
     const float *x = (const float *)(const void *)from;
     const double *y = (const double *)(const void *)from;
-    int n = t->desc.width;
     for (int i = 0; i < n && t->compute == DT_F32; i++) f[i] += x[i];
     for (int i = 0; i < n && t->compute == DT_F64; i++) d[i] += y[i];
 }
@@ -8309,7 +8431,7 @@ static dt_status dt__table_sum_entry(
         memcpy(b->sums + b->sum[k] * t->grad_bytes, grads + b->first[k] * t->grad_bytes,
             t->grad_bytes);
     }
-    dt__table_add(t, b->sums + b->sum[k] * t->grad_bytes, grads + i * t->grad_bytes);
+    dt__table_add(t, b->sums + b->sum[k] * t->grad_bytes, grads + i * t->grad_bytes, t->desc.width);
     return DT_OK;
 }
 
@@ -8845,14 +8967,11 @@ static void dt__snapshot_add_digest(dt__snapshot_file *s, size_t bytes) {
     s->digest += dt__elements_digest(NULL, DT_F32, s->at / 4, s->buffer, (int64_t)(bytes / 4));
 }
 
-/* Opens the snapshot `id` of a folder and reads its header. Returns 1 if the header is intact. */
-static int dt__snapshot_open(dt__snapshot_file *s, const char *dir, dt__ckpt_id id) {
-    char name[64];
+/* Opens the file s->path and reads its header. Returns 1 if the header is intact. */
+static int dt__snapshot_open_file(dt__snapshot_file *s) {
     const dt_io *io = &s->writer.io;
     dt__snapshot_header want;
     int end = 0;
-    dt__ckpt_name(id, name, sizeof name);
-    snprintf(s->path, sizeof s->path, "%s/%s/%s", dir, name, dt__table_file);
     s->fd = dt__open(io, s->path, DT_IO_READ);
     if (s->fd < 0 && !dt__io_absent()) dt__io_fail(s->t->ctx, "dt_table_load: %s", s->path);
     if (s->fd < 0) return 0;
@@ -8878,6 +8997,14 @@ static int dt__snapshot_open(dt__snapshot_file *s, const char *dir, dt__ckpt_id 
     }
     int64_t body = s->h.rows * s->h.record_bytes + 16 * s->h.pending + 8 * s->h.removed;
     return s->size == (int64_t)sizeof s->h + body + 8;
+}
+
+/* Opens the snapshot `id` of a folder. Returns 1 if its header is intact. */
+static int dt__snapshot_open(dt__snapshot_file *s, const char *dir, dt__ckpt_id id) {
+    char name[64];
+    dt__ckpt_name(id, name, sizeof name);
+    snprintf(s->path, sizeof s->path, "%s/%s/%s", dir, name, dt__table_file);
+    return dt__snapshot_open_file(s);
 }
 
 static void dt__snapshot_close(dt__snapshot_file *s) {
@@ -8950,26 +9077,36 @@ static void dt__snapshot_write(dt__snapshot_file *s) {
     dt__writer_sync_close(&s->writer, s->path, s->fd);
 }
 
-/* Sets *id to the name of the next snapshot in t's folder. */
-static dt_status dt__snapshot_name(dt_table *t, const char *dir, dt__ckpt_id *id) {
-    dt__ckpt_id newest, same;
+/* Sets *id to the name of the next snapshot, of this clock, in a folder. `known`: the newest one of
+   which the caller knows. */
+static dt_status dt__snapshot_name(dt_ctx *ctx, const char *func, const char *dir,
+    dt__ckpt_id known, int64_t clock, dt__ckpt_id *id) {
+    dt__ckpt_id newest, same, next = { clock + 1, 0 };
     char name[64];
-    const dt_io *io = &t->ctx->io;
-    if (dt__newest_below(io, dir, dt__ckpt_last, &newest) != 0)
-        return dt__io_fail(t->ctx, "dt_table_save: %s", dir);
+    if (dt__newest_below(&ctx->io, dir, dt__ckpt_last, &newest) != 0)
+        return dt__io_fail(ctx, "%s: %s", func, dir);
     dt__ckpt_name(newest, name, sizeof name);
-    if (dt__ckpt_before(strcmp(dir, t->dir) == 0 ? t->newest_known : dt__ckpt_none, newest))
-        return dt_fail(t->ctx, DT_ERR_IO,
-            "dt_table_save: %s has %s already, which this table has not loaded: go on from it, or "
-            "save to another folder",
-            dir, name);
-    dt__ckpt_id next = { t->stats.clock + 1, 0 };
-    id->step = t->stats.clock;
+    if (dt__ckpt_before(known, newest))
+        return dt_fail(ctx, DT_ERR_IO,
+            "%s: %s has %s already, which was not loaded: go on from it, or save to another folder",
+            func, dir, name);
+    id->step = clock;
     id->repeat = 1;
-    if (dt__newest_below(io, dir, next, &same) != 0)
-        return dt__io_fail(t->ctx, "dt_table_save: %s", dir);
+    if (dt__newest_below(&ctx->io, dir, next, &same) != 0)
+        return dt__io_fail(ctx, "%s: %s", func, dir);
     if (same.step == id->step) id->repeat = same.repeat + 1;
     return DT_OK;
+}
+
+/* Sets the path of the folder in which a snapshot is written, before the rename to `final`. */
+static void dt__snapshot_temporary(char *path, size_t bytes, const char *final, int64_t number) {
+    snprintf(path, bytes, "%s.%06x.tmp", final, (unsigned)number);
+}
+
+static int64_t dt__snapshot_number(dt_ctx *ctx) {
+    const dt_host *host = dt_ctx_host(ctx);
+    uint64_t now = (uint64_t)(host->now(host->user) * 1e6) * 2654435761u;
+    return (int64_t)((now ^ (uint64_t)getpid() * 40503u) >> 4 & 0xffffff);
 }
 
 /* Makes the folder of snapshots if it is missing, and removes what a killed job has left in it. */
@@ -8984,18 +9121,15 @@ static void dt__snapshot_folder(dt__snapshot_file *s, const char *dir) {
 
 static dt_status dt__snapshot_save(dt__snapshot_file *s, const char *dir) {
     dt_table *t = s->t;
-    const dt_host *host = dt_ctx_host(t->ctx);
-    dt__ckpt_id id;
+    dt__ckpt_id id, known = strcmp(dir, t->dir) == 0 ? t->newest_known : dt__ckpt_none;
     char name[64], final[DT__PATH_BYTES + 64];
     dt__snapshot_folder(s, dir);
     if (dt__writer_check(t->ctx, &s->writer, "dt_table_save") != DT_OK ||
-        dt__snapshot_name(t, dir, &id) != DT_OK)
+        dt__snapshot_name(t->ctx, "dt_table_save", dir, known, t->stats.clock, &id) != DT_OK)
         return dt_error(t->ctx);
-    uint64_t now = (uint64_t)(host->now(host->user) * 1e6) * 2654435761u;
     dt__ckpt_name(id, name, sizeof name);
     snprintf(final, sizeof final, "%s/%s", dir, name);
-    snprintf(s->folder, sizeof s->folder, "%s.%06x.tmp", final,
-        (unsigned)((now ^ (uint64_t)getpid() * 40503u) >> 4 & 0xffffff));
+    dt__snapshot_temporary(s->folder, sizeof s->folder, final, dt__snapshot_number(t->ctx));
     snprintf(s->path, sizeof s->path, "%s/%s", s->folder, dt__table_file);
     int made = dt__writer_make_folder(&s->writer, s->folder);
     if (made) dt__snapshot_write(s);
@@ -9275,12 +9409,22 @@ typedef struct dt__ps_keys { /* distinct keys, numbered from 0 in the order of t
 } dt__ps_keys;
 
 typedef struct dt__ps_table {
-    dt_table *table;            /* this rank's part; on a rank that owns nothing it stays empty */
-    dt__ps_keys set;            /* the keys of this step */
-    dt__ps_buffer total, micro; /* (set.n) rows of sums */
-    dt__ps_buffer is_open, opened; /* 1 for a key with a sum in `micro`; list of their numbers */
+    dt_table *table;             /* this rank's part; on a rank that owns nothing it stays empty */
+    dt__ps_keys set;             /* the keys of this step; of a dense table all: set.keys[k] = k */
+    dt__ps_buffer total, micro;  /* (set.n) rows of sums */
+    dt__ps_buffer flags, opened; /* (set.n) DT__PS_IN_*; list of the keys with a sum in `micro` */
     size_t n_opened;
+    int has_total; /* `total` has sums of all keys whose sum is complete */
+    /* DT_PS_GEO, a worker: the keys that it has changed since the last exchange; (changed.n) base
+       rows and targets. `table` is the worker's replica */
+    dt__ps_keys changed;
+    dt__ps_buffer pairs;
+    dt_shape shape;      /* of a dense table; else nd = -1 */
+    dt__ps_buffer owned; /* of a dense table: the n_owned runs of this rank, ascending */
+    size_t n_owned;
+    int reads; /* of a dense table: in this step */
 } dt__ps_table;
+enum { DT__PS_IN_MICRO = 1, DT__PS_IN_TOTAL = 2 };
 
 typedef struct dt__ps_header { /* of a request or an answer */
     int32_t op, table, slot, unused;
@@ -9289,7 +9433,7 @@ typedef struct dt__ps_header { /* of a request or an answer */
     double lr;
     int64_t spare[2];
 } dt__ps_header;
-enum { DT__PS_PULL = 1, DT__PS_STEP, DT__PS_END };
+enum { DT__PS_PULL = 1, DT__PS_STEP, DT__PS_END, DT__PS_SAVE, DT__PS_OPS };
 enum { DT__PS_ORDER = 1024 }; /* requests in one access to the file of their order */
 enum { DT__PS_TAG_HEADER = 0, DT__PS_TAG_PAYLOAD, DT__PS_TAG_ACK, DT__PS_TAG_ANSWER };
 
@@ -9300,8 +9444,9 @@ typedef struct dt__ps_link { /* a worker's message to one owner, and the answer 
     dt_work *work[3];
 } dt__ps_link;
 
+enum { DT__PS_FREE = 0, DT__PS_BUSY, DT__PS_PREFETCH };
 struct dt_ps_pull {
-    int table, slot, busy;
+    int table, slot, busy; /* DT__PS_PREFETCH: no caller has the handle yet */
     int64_t clock;
     size_t n;
     void *out;
@@ -9324,31 +9469,43 @@ struct dt_ps {
     dt_ctx *ctx;
     dt_ps_desc desc; /* with defaults filled in */
     dt_listener listener;
-    dt_comm *comm;
+    dt_comm *comm, *owner_comm;
     int ranks, rank, workers, owners, first_owner; /* ranks from first_owner on are owners */
     int64_t bound;                                 /* of SSP; 0: synchronous; INT64_MAX: none */
     dt__ps_table *tables;
     int n_tables, table_capacity;
-    dt_ps_pull *pulls; /* (desc.credits) */
-    int micro, has_ended;
-    dt__ps_link *links;        /* (owners) of the last step */
-    dt__ps_buffer step;        /* its payloads, in owner order */
-    dt__ps_buffer peer, reply; /* of owned mode: what the other ranks sent; rows for them */
-    dt__ps_buffer keys, grads; /* of one table: the steps of all workers, in worker order */
-    size_t *counts;            /* (4 ranks) of all-to-all-v */
-    const char **payloads;     /* (workers) steps that are applied together */
-    int64_t *numbers;          /* (2 ranks) */
-    double *rates;             /* (ranks) learning rates of a step */
+    dt_ps_pull *pulls;                 /* (2 desc.credits): of callers, then prefetches */
+    int micro, has_ended, has_replica; /* has_replica: GEO, the first exchange is complete */
+    dt__ps_link *links;                /* (owners) of the last step */
+    dt__ps_buffer step;                /* its payloads, in owner order */
+    dt__ps_buffer peer, reply;         /* of owned mode: what the other ranks sent; rows for them */
+    dt__ps_buffer keys, grads;         /* of one table: the steps of all workers, in worker order */
+    size_t *counts;                    /* (4 ranks) of all-to-all-v */
+    const char **payloads;             /* (workers) steps that are applied together */
+    int64_t *numbers;                  /* (2 ranks) */
+    double *rates;                     /* (ranks) learning rates of a step */
     /* a server */
     int64_t *clocks;        /* (workers) steps that have come; INT64_MAX: ended */
-    int64_t applied;        /* synchronous steps */
+    int64_t *seen;          /* (workers) GEO: the clock of the last exchange */
+    int64_t applied;        /* synchronous steps; GEO: clock of the last exchange */
     dt__ps_request **steps; /* (workers) that wait for the steps of the other workers */
-    dt__ps_request *held, *answers;
-    int order_fd;                /* the file of the order of requests, -1: none */
-    int64_t order_at;            /* number of requests in the file, or read from it */
-    int32_t order[DT__PS_ORDER]; /* the last ones: worker * 4 + operation */
+    dt__ps_header incoming; /* of the next request, and the worker that sends it */
+    int incoming_from;
+    dt__ps_request *held, *answers, *spare; /* spare: for the next requests and answers */
+    int order_fd;                           /* the file of the order of requests, -1: none */
+    int64_t order_at;                       /* number of requests in the file, or read from it */
+    int32_t order[DT__PS_ORDER];            /* the last ones: worker * DT__PS_OPS + operation */
+    /* snapshots (section 29) */
+    dt__ps_request **saves;          /* (workers) a server's requests to save */
+    int has_sums;                    /* 1: a worker has gradients that are not pushed */
+    dt__ckpt_id saved, newest_known; /* last snapshot saved or loaded; step -1: none */
+    char dir[DT__PATH_BYTES];        /* its folder */
+    dt__files *lock;                 /* the first owner's lock of `dir`; NULL: none */
     dt_ps_stats stats;
 };
+
+static void dt__ps_unlock(dt_ps *ps);
+static void dt__ps_serve_save(dt_ps *ps);
 
 static dt_status dt__ps_usable(const dt_ps *ps) { return ps ? dt_error(ps->ctx) : DT_ERR_ARG; }
 
@@ -9374,11 +9531,6 @@ static void dt__ps_drop(dt_ps *ps, dt__ps_buffer *b) {
 
 static uint64_t *dt__ps_key_list(const dt__ps_keys *set) { return (uint64_t *)(void *)set->keys.p; }
 
-static void dt__ps_clear(dt__ps_keys *set) {
-    if (set->n > 0) memset(set->slots.p, 0xff, 2 * set->capacity * sizeof(uint32_t));
-    set->n = 0;
-}
-
 /* The slot of a key, or the empty one for it. */
 static uint32_t *dt__ps_slot(const dt__ps_keys *set, uint64_t key) {
     uint32_t *slots = (uint32_t *)(void *)set->slots.p;
@@ -9386,6 +9538,16 @@ static uint32_t *dt__ps_slot(const dt__ps_keys *set, uint64_t key) {
     size_t mask = 2 * set->capacity - 1, at = (size_t)dt__table_hash(key) & mask;
     while (slots[at] != UINT32_MAX && keys[slots[at]] != key) at = (at + 1) & mask;
     return &slots[at];
+}
+
+/* Empties a set. If it has few keys for its capacity, they are taken out, the last one first, which
+   leaves the table as it was before their insertion. */
+static void dt__ps_clear(dt__ps_keys *set) {
+    if (set->n > set->capacity / 8)
+        memset(set->slots.p, 0xff, 2 * set->capacity * sizeof(uint32_t));
+    else
+        for (size_t k = set->n; k-- > 0;) *dt__ps_slot(set, dt__ps_key_list(set)[k]) = UINT32_MAX;
+    set->n = 0;
 }
 
 /* Returns the number of a key, which is set->n - 1 if it is new; UINT32_MAX on failure. */
@@ -9411,6 +9573,7 @@ static uint32_t dt__ps_number(dt_ps *ps, dt__ps_keys *set, uint64_t key) {
 /* The owner of a key: the high bits of a hash (SplitMix64) other than the table's own, whose shards
    and buckets would else be used unevenly. */
 static int dt__ps_owner(const dt_ps *ps, uint64_t key) {
+    if (ps->owners == 1) return 0;
     key += 0x9e3779b97f4a7c15u;
     key = (key ^ key >> 30) * 0xbf58476d1ce4e5b9u;
     key = (key ^ key >> 27) * 0x94d049bb133111ebu;
@@ -9426,52 +9589,75 @@ static void dt__ps_close_micro(dt_ps *ps) {
         dt__ps_table *t = &ps->tables[i];
         size_t bytes = t->table->grad_bytes;
         const uint32_t *opened = (const uint32_t *)(void *)t->opened.p;
+        dt__ps_buffer first = t->micro;
+        int is_first = !t->has_total && t->n_opened == t->set.n; /* every sum moves: no copy */
+        if (is_first) {
+            t->micro = t->total;
+            t->total = first;
+        }
         for (size_t k = 0; k < t->n_opened; k++) {
-            char *micro = t->micro.p + opened[k] * bytes;
-            dt__table_add(t->table, t->total.p + opened[k] * bytes, micro);
-            memset(micro, 0, bytes);
-            t->is_open.p[opened[k]] = 0;
+            char *micro = t->micro.p + opened[k] * bytes, *total = t->total.p + opened[k] * bytes;
+            char *flags = &t->flags.p[opened[k]];
+            if (*flags & DT__PS_IN_TOTAL)
+                dt__table_add(t->table, total, micro, t->table->desc.width);
+            else if (!is_first)
+                memcpy(total, micro, bytes);
+            *flags = DT__PS_IN_TOTAL;
+            t->has_total = 1;
         }
         t->n_opened = 0;
     }
 }
 
-/* Returns the micro-batch's sum of a key, to which the caller adds; NULL on failure. */
-static char *dt__ps_sum(dt_ps *ps, dt__ps_table *t, uint64_t key) {
-    size_t bytes = t->table->grad_bytes, had = t->set.n;
-    uint32_t k = dt__ps_number(ps, &t->set, key);
-    if (k == UINT32_MAX) return NULL;
-    if (t->set.n > had) {
-        if (!dt__ps_room(ps, &t->total, (had + 1) * bytes, had * bytes) ||
-            !dt__ps_room(ps, &t->micro, (had + 1) * bytes, had * bytes) ||
-            !dt__ps_room(ps, &t->is_open, had + 1, had) ||
-            !dt__ps_room(ps, &t->opened, (had + 1) * sizeof k, t->n_opened * sizeof k))
-            return NULL;
-        memset(t->total.p + had * bytes, 0, bytes);
-        memset(t->micro.p + had * bytes, 0, bytes);
-        t->is_open.p[had] = 0;
-    }
-    if (!t->is_open.p[k]) {
-        t->is_open.p[k] = 1;
-        memcpy(t->opened.p + t->n_opened++ * sizeof k, &k, sizeof k);
-    }
-    return t->micro.p + k * bytes;
+/* Makes room for the sums of n keys, of which `had` have some. */
+static dt_status dt__ps_sum_room(dt_ps *ps, dt__ps_table *t, size_t n, size_t had) {
+    size_t bytes = t->table->grad_bytes, number = sizeof(uint32_t);
+    if (dt__ps_room(ps, &t->total, n * bytes, had * bytes) &&
+        dt__ps_room(ps, &t->micro, n * bytes, had * bytes) && dt__ps_room(ps, &t->flags, n, had) &&
+        dt__ps_room(ps, &t->opened, n * number, t->n_opened * number))
+        memset(t->flags.p + had, 0, n - had);
+    return dt_error(ps->ctx);
 }
 
-/* grads: rows of the table's type of gradients; or, with is_bf16, of bf16. */
+/* Adds n elements of a row of gradients, of bf16 with is_bf16, to the micro-batch's sum of a key.
+   The other elements of the row are 0. */
+static dt_status dt__ps_add_row(
+    dt_ps *ps, dt__ps_table *t, uint64_t key, const char *grad, size_t n, int is_bf16) {
+    const size_t bytes = t->table->grad_bytes, had = t->set.n,
+                 used = n * dt_dtype_size(t->table->compute);
+    uint32_t k = t->shape.nd >= 0 ? (uint32_t)key : dt__ps_number(ps, &t->set, key);
+    if (k == UINT32_MAX || (t->set.n > had && dt__ps_sum_room(ps, t, had + 1, had) != DT_OK))
+        return dt_error(ps->ctx);
+    char *sum = t->micro.p + k * bytes;
+    int is_first = !(t->flags.p[k] & DT__PS_IN_MICRO);
+    if (is_first) {
+        t->flags.p[k] |= DT__PS_IN_MICRO;
+        memcpy(t->opened.p + t->n_opened++ * sizeof k, &k, sizeof k);
+        if (is_bf16 || used < bytes) memset(sum, 0, bytes);
+    }
+    if (is_bf16)
+        for (size_t c = 0; c < n; c++)
+            ((float *)(void *)sum)[c] += dt__bf16_to_f32(((const uint16_t *)(const void *)grad)[c]);
+    else if (is_first)
+        memcpy(sum, grad, used);
+    else
+        dt__table_add(t->table, sum, grad, (int)n);
+    return DT_OK;
+}
+
+/* Adds gradients of the type of the table's gradients; or, with is_bf16, of bf16. Sparse: rows of n
+   keys. Dense: n elements, keys is NULL. */
 static dt_status dt__ps_accumulate(
     dt_ps *ps, dt__ps_table *t, const uint64_t *keys, size_t n, const void *grads, int is_bf16) {
-    const size_t bytes = t->table->grad_bytes, width = (size_t)t->table->desc.width;
+    const size_t width = (size_t)t->table->desc.width, rows = keys ? n : t->set.n,
+                 bytes = is_bf16 ? 2 * width : t->table->grad_bytes;
     if (ps->micro != ps->ctx->micro) dt__ps_close_micro(ps);
     ps->micro = ps->ctx->micro;
-    for (size_t i = 0; i < n; i++) {
-        char *sum = dt__ps_sum(ps, t, keys[i]);
-        if (!sum) return dt_error(ps->ctx);
-        if (!is_bf16) dt__table_add(t->table, sum, (const char *)grads + i * bytes);
-        for (size_t c = 0; c < width && is_bf16; c++)
-            ((float *)(void *)sum)[c] += dt__bf16_to_f32(((const uint16_t *)grads)[i * width + c]);
-    }
-    return DT_OK;
+    ps->has_sums |= rows > 0;
+    for (size_t i = 0; i < rows && dt_error(ps->ctx) == DT_OK; i++)
+        dt__ps_add_row(ps, t, keys ? keys[i] : i, (const char *)grads + i * bytes,
+            keys || n - i * width > width ? width : n - i * width, is_bf16);
+    return dt_error(ps->ctx);
 }
 
 /* The next gradients are those of another micro-batch. */
@@ -9502,11 +9688,13 @@ static void dt__ps_close(dt_ctx *ctx, void *user) {
     size_t links = (size_t)ps->owners * sizeof *ps->links, n = (size_t)ps->ranks;
     for (int i = 0; i < ps->n_tables; i++) {
         dt__ps_table *t = &ps->tables[i];
-        dt__ps_buffer *all[] = { &t->total, &t->micro, &t->is_open, &t->opened };
-        for (int k = 0; k < 4; k++) dt__ps_drop(ps, all[k]);
+        dt__ps_buffer *all[] = { &t->total, &t->micro, &t->flags, &t->opened, &t->owned,
+            &t->pairs };
+        for (int k = 0; k < 6; k++) dt__ps_drop(ps, all[k]);
         dt__ps_drop_keys(ps, &t->set);
+        dt__ps_drop_keys(ps, &t->changed);
     }
-    for (int i = 0; i < ps->desc.credits && ps->pulls; i++) {
+    for (int i = 0; i < 2 * ps->desc.credits && ps->pulls; i++) {
         dt_ps_pull *p = &ps->pulls[i];
         dt__ps_buffer *all[] = { &p->number, &p->where, &p->keys, &p->rows };
         for (int k = 0; k < 4; k++) dt__ps_drop(ps, all[k]);
@@ -9517,17 +9705,22 @@ static void dt__ps_close(dt_ctx *ctx, void *user) {
     for (int k = 0; k < 5; k++) dt__ps_drop(ps, all[k]);
     if (ps->order_fd >= 0) ctx->io.close(ctx->io.user, ps->order_fd);
     for (int w = 0; w < ps->workers && ps->steps; w++) dt__ps_free_requests(ps, ps->steps[w]);
+    for (int w = 0; w < ps->workers && ps->saves; w++) dt__ps_free_requests(ps, ps->saves[w]);
     dt__ps_free_requests(ps, ps->held);
     dt__ps_free_requests(ps, ps->answers);
+    dt__ps_free_requests(ps, ps->spare);
+    dt__ps_unlock(ps);
     dt_free(ctx, DT_MEM_HOST, ps->tables, (size_t)ps->table_capacity * sizeof *ps->tables);
-    dt_free(ctx, DT_MEM_HOST, ps->pulls, (size_t)ps->desc.credits * sizeof *ps->pulls);
+    dt_free(ctx, DT_MEM_HOST, ps->pulls, 2 * (size_t)ps->desc.credits * sizeof *ps->pulls);
     dt_free(ctx, DT_MEM_HOST, ps->links, links);
     dt_free(ctx, DT_MEM_HOST, ps->counts, 4 * n * sizeof *ps->counts);
     dt_free(ctx, DT_MEM_HOST, ps->numbers, 2 * n * sizeof *ps->numbers);
     dt_free(ctx, DT_MEM_HOST, ps->rates, n * sizeof *ps->rates);
     dt_free(ctx, DT_MEM_HOST, ps->payloads, (size_t)ps->workers * sizeof *ps->payloads);
     dt_free(ctx, DT_MEM_HOST, ps->clocks, (size_t)ps->workers * sizeof *ps->clocks);
+    dt_free(ctx, DT_MEM_HOST, ps->seen, (size_t)ps->workers * sizeof *ps->seen);
     dt_free(ctx, DT_MEM_HOST, ps->steps, (size_t)ps->workers * sizeof *ps->steps);
+    dt_free(ctx, DT_MEM_HOST, ps->saves, (size_t)ps->workers * sizeof *ps->saves);
     dt_free(ctx, DT_MEM_HOST, ps, sizeof *ps);
 }
 
@@ -9547,55 +9740,67 @@ static dt_status dt__ps_allocate(dt_ps *ps) {
     const char *what = "dt_ps_make";
     size_t n = (size_t)ps->ranks, w = (size_t)ps->workers, o = (size_t)ps->owners;
     ps->pulls =
-        (dt_ps_pull *)dt__host_zeroed(ctx, (size_t)ps->desc.credits * sizeof *ps->pulls, what);
+        (dt_ps_pull *)dt__host_zeroed(ctx, 2 * (size_t)ps->desc.credits * sizeof *ps->pulls, what);
     ps->links = (dt__ps_link *)dt__host_zeroed(ctx, o * sizeof *ps->links, what);
     ps->counts = (size_t *)dt__host_zeroed(ctx, 4 * n * sizeof *ps->counts, what);
     ps->numbers = (int64_t *)dt__host_zeroed(ctx, 2 * n * sizeof *ps->numbers, what);
     ps->rates = (double *)dt__host_zeroed(ctx, n * sizeof *ps->rates, what);
     ps->payloads = (const char **)dt__host_zeroed(ctx, w * sizeof *ps->payloads, what);
     ps->clocks = (int64_t *)dt__host_zeroed(ctx, w * sizeof *ps->clocks, what);
+    ps->seen = (int64_t *)dt__host_zeroed(ctx, w * sizeof *ps->seen, what);
+    for (size_t i = 0; i < w && ps->seen; i++) ps->seen[i] = INT64_MIN; /* all rows are new to it */
     ps->steps = (dt__ps_request **)dt__host_zeroed(ctx, w * sizeof *ps->steps, what);
-    for (int i = 0; i < ps->desc.credits && ps->pulls; i++) {
+    ps->saves = (dt__ps_request **)dt__host_zeroed(ctx, w * sizeof *ps->saves, what);
+    for (int i = 0; i < 2 * ps->desc.credits && ps->pulls; i++) {
         ps->pulls[i].slot = i;
         ps->pulls[i].links = (dt__ps_link *)dt__host_zeroed(ctx, o * sizeof *ps->links, what);
     }
     return dt_error(ctx);
 }
 
-dt_ps *dt_ps_make(dt_ctx *ctx, dt_ps_desc desc) {
+static dt_ps *dt__ps_make(dt_ctx *ctx, dt_ps_desc desc) {
     if (dt_error(ctx) != DT_OK) return NULL;
     if (!desc.comm) desc.comm = dt_world(ctx);
     if (desc.credits == 0) desc.credits = DT_PS_CREDITS;
     const int ranks = dt_comm_size(desc.comm);
-    const char *why = desc.servers < 0 || desc.servers >= ranks ? "servers: 0 to ranks - 1"
-                      : desc.mode < 0 || desc.mode > DT_PS_SSP  ? "mode: a DT_PS_*"
-                      : desc.servers == 0 && desc.mode != DT_PS_SYNC
-                          ? "mode: without servers only DT_PS_SYNC"
-                      : desc.staleness < 0 || (desc.staleness > 0 && desc.mode != DT_PS_SSP)
-                          ? "staleness: not negative, and only for DT_PS_SSP"
-                      : desc.record && desc.replay              ? "record or replay, not both"
-                      : desc.credits < 1 || desc.credits > 1024 ? "credits: 1 to 1,024"
-                                                                : NULL;
+    const char *why =
+        desc.servers < 0 || desc.servers >= ranks      ? "servers: 0 to ranks - 1"
+        : desc.mode < 0 || desc.mode > DT_PS_GEO       ? "mode: a DT_PS_*"
+        : desc.servers == 0 && desc.mode != DT_PS_SYNC ? "mode: without servers only DT_PS_SYNC"
+        : desc.staleness < 0 || (desc.staleness > 0 && desc.mode != DT_PS_SSP)
+            ? "staleness: not negative, and only for DT_PS_SSP"
+        : (desc.mode == DT_PS_GEO) != (desc.geo_steps > 0) || desc.geo_steps < 0
+            ? "geo_steps: at least 1 for DT_PS_GEO, else 0"
+        : !(desc.geo_scale >= 0 && isfinite(desc.geo_scale)) ? "geo_scale: not negative"
+        : desc.record && desc.replay                         ? "record or replay, not both"
+        : desc.credits < 1 || desc.credits > 1024            ? "credits: 1 to 1,024"
+                                                             : NULL;
     if (why) return dt_fail(ctx, DT_ERR_ARG, "dt_ps_make: %s", why), (dt_ps *)NULL;
     dt_ps *ps = (dt_ps *)dt__host_zeroed(ctx, sizeof *ps, "dt_ps_make");
     if (!ps) return NULL;
     ps->ctx = ctx;
     ps->desc = desc;
     ps->order_fd = -1;
+    ps->saved = ps->newest_known = dt__ckpt_none;
     ps->ranks = ranks;
     ps->rank = dt_comm_rank(desc.comm);
     ps->workers = ranks - desc.servers;
     ps->owners = desc.servers ? desc.servers : ranks;
     ps->first_owner = desc.servers ? ps->workers : 0;
-    ps->bound = desc.mode == DT_PS_ASYNC ? INT64_MAX : desc.staleness;
+    if (desc.geo_scale == 0) ps->desc.geo_scale = 1.0 / ps->workers;
+    ps->bound = desc.mode == DT_PS_SYNC || desc.mode == DT_PS_SSP ? desc.staleness : INT64_MAX;
     ps->listener.closing = dt__ps_close;
     ps->listener.reset = dt__ps_on_reset;
     ps->listener.user = ps;
     dt_listen(ctx, &ps->listener);
-    int settings[] = { desc.servers, desc.mode, desc.staleness, desc.credits };
+    int settings[] = { desc.servers, desc.mode, desc.staleness, desc.credits, desc.geo_steps };
+    uint64_t digest = dt__digest(1, settings, sizeof settings);
+    digest = dt__digest(digest, &desc.geo_scale, sizeof desc.geo_scale);
     if (desc.comm) ps->comm = dt_comm_split(desc.comm, 0, 0, "ps");
-    if (dt__ps_allocate(ps) != DT_OK ||
-        dt__ps_compare(ps, "dt_ps_make: a setting", dt__digest(1, settings, sizeof settings)))
+    ps->owner_comm = ps->comm;
+    if (desc.servers)
+        ps->owner_comm = dt_comm_split(ps->comm, ps->rank < ps->workers ? -1 : 0, 0, "servers");
+    if (dt__ps_allocate(ps) != DT_OK || dt__ps_compare(ps, "dt_ps_make: a setting", digest))
         return NULL; /* the context frees it */
     return ps;
 }
@@ -9614,10 +9819,24 @@ static uint64_t dt__ps_table_digest(const dt_table_desc *d) {
     return d->name ? dt__digest(h, d->name, strlen(d->name)) : h;
 }
 
-int dt_ps_table(dt_ps *ps, dt_table_desc desc) {
-    if (dt__ps_usable(ps) != DT_OK ||
-        dt__ps_compare(ps, "dt_ps_table: the table's description", dt__ps_table_digest(&desc)))
+static int dt__ps_table_add(dt_ps *ps, dt_table_desc desc) {
+    if (dt__ps_usable(ps) != DT_OK) return -1;
+    if (ps->stats.clock > 0 || ps->saved.step >= 0)
+        return dt_fail(ps->ctx, DT_ERR_ARG,
+                   "dt_ps_table(%s): it must come before the first step and snapshot",
+                   dt__printable_name(desc.name).s),
+               -1;
+    if (dt__ps_compare(ps, "dt_ps_table: the table's description", dt__ps_table_digest(&desc)))
         return -1;
+    if (ps->desc.mode == DT_PS_GEO &&
+        (desc.optimizer == DT_TABLE_FTRL || desc.admit_count > 1 || desc.admit_probability > 0 ||
+            desc.ttl > 0 || desc.threshold > 0 || desc.memory_limit > 0))
+        return dt_fail(ps->ctx, DT_ERR_ARG,
+                   "dt_ps_table(%s): DT_PS_GEO has no FTRL, admission, ttl, threshold, "
+                   "memory_limit",
+                   dt__printable_name(desc.name).s),
+               -1;
+    if (ps->desc.mode == DT_PS_GEO && dt_ps_is_server(ps)) desc.optimizer = DT_TABLE_SGD;
     dt__ps_table *grown = (dt__ps_table *)dt__grow(
         ps->ctx, ps->tables, ps->n_tables, &ps->table_capacity, sizeof *grown, "dt_ps_table");
     if (!grown) return -1;
@@ -9627,7 +9846,35 @@ int dt_ps_table(dt_ps *ps, dt_table_desc desc) {
     if (!table) return -1;
     memset(&grown[ps->n_tables], 0, sizeof *grown);
     grown[ps->n_tables].table = table;
+    grown[ps->n_tables].shape.nd = -1;
     return ps->n_tables++;
+}
+
+static int dt__ps_dense(dt_ps *ps, dt_table_desc desc, dt_shape shape) {
+    if (dt__ps_usable(ps) != DT_OK) return -1;
+    const int64_t n = dt_count(shape), widest = DT_PS_RUN;
+    const char *why =
+        n < 1 || (n - 1) / widest >= UINT32_MAX ? "shape: 1 to 2^42 - 1,024 elements"
+        : desc.admit_count > 1 || desc.admit_probability > 0 || desc.ttl > 0 || desc.threshold > 0
+            ? "no admission, ttl or threshold"
+            : NULL;
+    if (why) return dt_fail(ps->ctx, DT_ERR_ARG, "dt_ps_dense: %s", why), -1;
+    if (dt__ps_compare(ps, "dt_ps_dense: the shape", dt__digest(1, shape.d, sizeof shape.d)))
+        return -1;
+    desc.width = (int)(n < widest ? n : widest);
+    int number = dt__ps_table_add(ps, desc);
+    if (number < 0) return -1;
+    dt__ps_table *t = &ps->tables[number];
+    size_t runs = (size_t)((n - 1) / widest) + 1;
+    t->shape = shape;
+    t->set.n = runs;
+    uint64_t *keys = (uint64_t *)(void *)dt__ps_room(ps, &t->set.keys, runs * sizeof *keys, 0),
+             *owned = (uint64_t *)(void *)dt__ps_room(ps, &t->owned, runs * sizeof *owned, 0);
+    for (size_t k = 0; k < runs && keys && owned; k++) {
+        keys[k] = k;
+        if (dt__ps_owner(ps, k) + ps->first_owner == ps->rank) owned[t->n_owned++] = k;
+    }
+    return !dt_ps_is_server(ps) && dt__ps_sum_room(ps, t, runs, 0) != DT_OK ? -1 : number;
 }
 
 dt_table *dt_ps_owned(const dt_ps *ps, int table) {
@@ -9641,20 +9888,37 @@ dt_ps_stats dt_ps_info(const dt_ps *ps) {
     return ps ? ps->stats : none;
 }
 
-/* Returns a table, or NULL if this rank is no worker that may use it now. */
-static dt__ps_table *dt__ps_use(dt_ps *ps, const char *func, int table) {
+dt_ps_bytes dt_ps_formula(dt_ps_formula_desc d) {
+    dt_ps_bytes b = { .all_reduce = NAN, .server = NAN, .use_server = 0 };
+    if (!(d.rows >= 0 && d.keys >= 0 && d.values >= 0 && d.grads >= 0) || d.width < 0 ||
+        d.workers < 0)
+        return b;
+    if (d.values == 0 && d.grads == 0) d.values = d.grads = 4;
+    double n = d.workers ? d.workers : 1, w = d.width, key = sizeof(uint64_t);
+    b.all_reduce = 2 * d.grads * w * d.rows * (n - 1) / n;
+    b.server = d.keys * (key + d.values * w) + d.keys * (key + d.grads * w);
+    b.use_server = b.server < b.all_reduce;
+    return b;
+}
+
+/* Returns a table, or NULL if this rank is no worker that may use it now, or the table is dense and
+   should not be, or the other way round. is_dense -1: either. */
+static dt__ps_table *dt__ps_use(dt_ps *ps, const char *func, int table, int is_dense) {
     if (dt__ps_usable(ps) != DT_OK) return NULL;
     const char *why = dt_ps_is_server(ps)                  ? "this rank is a server"
                       : ps->has_ended                      ? "dt_ps_end was called"
                       : table < 0 || table >= ps->n_tables ? "no such table"
-                                                           : NULL;
+                      : is_dense >= 0 && is_dense != (ps->tables[table].shape.nd >= 0)
+                          ? (is_dense ? "not a dense table" : "a dense table")
+                          : NULL;
     if (!why) return &ps->tables[table];
     dt_fail(ps->ctx, DT_ERR_ARG, "%s: table %d: %s", func, table, why);
     return NULL;
 }
 
-dt_status dt_ps_add(dt_ps *ps, int table, const uint64_t *keys, size_t n, const void *grads) {
-    dt__ps_table *t = dt__ps_use(ps, "dt_ps_add", table);
+static dt_status dt__ps_add(
+    dt_ps *ps, int table, const uint64_t *keys, size_t n, const void *grads) {
+    dt__ps_table *t = dt__ps_use(ps, "dt_ps_add", table, 0);
     if (!t) return dt__ps_usable(ps);
     if (n > 1u << 30 || (n > 0 && (!keys || !grads)))
         return dt_fail(ps->ctx, DT_ERR_ARG, "dt_ps_add(%s): %zu keys at %p, gradients at %p",
@@ -9664,13 +9928,17 @@ dt_status dt_ps_add(dt_ps *ps, int table, const uint64_t *keys, size_t n, const 
 
 /* ---- pull ---- */
 
-/* Sorts the distinct keys of a pull by owner, and fills in `where` and the links. */
-static dt_status dt__ps_sort(dt_ps *ps, dt_ps_pull *p, size_t row_bytes, size_t head) {
-    const size_t u = p->set.n;
+static dt_status dt__ps_exchange_changes(dt_ps *ps);
+
+/* Sorts the distinct keys of a pull, or all keys of a dense table, by owner, and fills in `where`
+   and the links. */
+static dt_status dt__ps_sort(
+    dt_ps *ps, dt_ps_pull *p, const dt__ps_keys *set, size_t row_bytes, size_t head) {
+    const size_t u = set->n;
     uint64_t *sorted = (uint64_t *)(void *)dt__ps_room(ps, &p->keys, u * sizeof *sorted, 0);
     size_t *where = (size_t *)(void *)dt__ps_room(ps, &p->where, u * sizeof *where, 0);
     if (!sorted || !where) return dt_error(ps->ctx);
-    const uint64_t *keys = dt__ps_key_list(&p->set);
+    const uint64_t *keys = dt__ps_key_list(set);
     size_t at = 0, bytes = 0;
     for (int o = 0; o < ps->owners; o++) p->links[o].n = 0;
     for (size_t k = 0; k < u; k++) p->links[dt__ps_owner(ps, keys[k])].n++;
@@ -9688,19 +9956,26 @@ static dt_status dt__ps_sort(dt_ps *ps, dt_ps_pull *p, size_t row_bytes, size_t 
         where[k] = l->answer + head + l->n++ * row_bytes;
     }
     ps->stats.pulled += (int64_t)u;
-    ps->stats.bytes += (int64_t)(u * (sizeof *keys + row_bytes));
+    ps->stats.bytes += (int64_t)(u * ((set == &p->set) * sizeof *keys + row_bytes));
     dt__ps_room(ps, &p->rows, bytes, 0);
     return dt_error(ps->ctx);
 }
 
-/* Owned mode: two all-to-alls bring the keys to their owners and the rows back. */
-static dt_status dt__ps_exchange_rows(dt_ps *ps, dt_ps_pull *p, dt_table *table) {
+/* Owned mode: two all-to-alls bring the keys to their owners and the rows back. Each rank knows
+   which runs of a dense table it has to send. */
+static dt_status dt__ps_exchange_rows(dt_ps *ps, dt_ps_pull *p, const dt__ps_table *t) {
     const size_t n = (size_t)ps->ranks;
     size_t *to = ps->counts, *from = to + n, *rows_to = from + n, *rows_from = rows_to + n;
     int64_t *mine = ps->numbers, *theirs = mine + n;
+    dt_table *table = t->table;
     size_t sum = 0;
-    for (int o = 0; o < ps->owners; o++) mine[o] = (int64_t)p->links[o].n;
-    if (dt_all_to_all(ps->comm, mine, theirs, 1, DT_I64) != DT_OK) return dt_error(ps->ctx);
+    int is_dense = t->shape.nd >= 0;
+    for (int o = 0; o < ps->owners; o++) {
+        mine[o] = (int64_t)p->links[o].n;
+        theirs[o] = (int64_t)t->n_owned;
+    }
+    if (!is_dense && dt_all_to_all(ps->comm, mine, theirs, 1, DT_I64) != DT_OK)
+        return dt_error(ps->ctx);
     for (size_t r = 0; r < n; r++) {
         to[r] = (size_t)mine[r];
         sum += from[r] = (size_t)theirs[r];
@@ -9709,7 +9984,10 @@ static dt_status dt__ps_exchange_rows(dt_ps *ps, dt_ps_pull *p, dt_table *table)
     }
     char *keys = dt__ps_room(ps, &ps->peer, sum * sizeof(uint64_t), 0),
          *rows = dt__ps_room(ps, &ps->reply, sum * table->row_bytes, 0);
-    if (!keys || !rows || dt_all_to_all_v(ps->comm, p->keys.p, to, keys, from, DT_I64) != DT_OK ||
+    for (size_t r = 0; r < n && is_dense && keys; r++)
+        memcpy(keys + r * from[r] * sizeof(uint64_t), t->owned.p, from[r] * sizeof(uint64_t));
+    if (!keys || !rows ||
+        (!is_dense && dt_all_to_all_v(ps->comm, p->keys.p, to, keys, from, DT_I64) != DT_OK) ||
         dt_table_pull(table, (const uint64_t *)(void *)keys, sum, rows) != DT_OK)
         return dt_error(ps->ctx);
     ps->stats.staleness[0]++;
@@ -9717,11 +9995,11 @@ static dt_status dt__ps_exchange_rows(dt_ps *ps, dt_ps_pull *p, dt_table *table)
 }
 
 /* Served mode: sends the keys to their owners and receives the answers. */
-static void dt__ps_request_rows(dt_ps *ps, dt_ps_pull *p, size_t row_bytes) {
-    const size_t head = sizeof(dt__ps_header);
+static void dt__ps_request_rows(dt_ps *ps, dt_ps_pull *p, const dt__ps_table *t) {
+    const size_t head = sizeof(dt__ps_header), row_bytes = t->table->row_bytes;
     for (int o = 0; o < ps->owners; o++) {
         dt__ps_link *l = &p->links[o];
-        size_t bytes = l->n * sizeof(uint64_t);
+        size_t bytes = t->shape.nd >= 0 ? 0 : l->n * sizeof(uint64_t);
         dt__ps_header h = { DT__PS_PULL, p->table, p->slot, 0, p->clock, (int64_t)l->n,
             (int64_t)bytes, 0, { 0, 0 } };
         l->header = h;
@@ -9730,40 +10008,10 @@ static void dt__ps_request_rows(dt_ps *ps, dt_ps_pull *p, size_t row_bytes) {
             ps->first_owner + o, DT__PS_TAG_ANSWER + p->slot);
         l->work[1] = dt_send_start(
             ps->comm, &l->header, head, DT_U8, ps->first_owner + o, DT__PS_TAG_HEADER);
-        l->work[2] = dt_send_start(ps->comm, p->keys.p + l->offset * sizeof(uint64_t), bytes, DT_U8,
-            ps->first_owner + o, DT__PS_TAG_PAYLOAD);
+        if (bytes > 0)
+            l->work[2] = dt_send_start(ps->comm, p->keys.p + l->offset * sizeof(uint64_t), bytes,
+                DT_U8, ps->first_owner + o, DT__PS_TAG_PAYLOAD);
     }
-}
-
-dt_ps_pull *dt_ps_pull_start(dt_ps *ps, int table, const uint64_t *keys, size_t n, void *rows) {
-    dt__ps_table *t = dt__ps_use(ps, "dt_ps_pull_start", table);
-    dt_ps_pull *p = NULL;
-    if (!t) return NULL;
-    for (int i = 0; i < ps->desc.credits && !p; i++)
-        if (!ps->pulls[i].busy) p = &ps->pulls[i];
-    if (!p || n > 1u << 30 || (n > 0 && (!keys || !rows)))
-        return dt_fail(ps->ctx, DT_ERR_ARG,
-                   "dt_ps_pull_start(%s): %zu keys at %p, rows at %p; at most %d pulls under way",
-                   dt__printable_name(t->table->desc.name).s, n, (const void *)keys, rows,
-                   ps->desc.credits),
-               (dt_ps_pull *)NULL;
-    p->table = table;
-    p->clock = ps->stats.clock;
-    p->n = n;
-    p->out = rows;
-    dt__ps_clear(&p->set);
-    uint32_t *number = (uint32_t *)(void *)dt__ps_room(ps, &p->number, n * sizeof *number, 0);
-    for (size_t i = 0; i < n && dt_error(ps->ctx) == DT_OK; i++)
-        number[i] = dt__ps_number(ps, &p->set, keys[i]);
-    size_t head = ps->desc.servers ? sizeof(dt__ps_header) : 0;
-    if (dt_error(ps->ctx) != DT_OK || dt__ps_sort(ps, p, t->table->row_bytes, head) != DT_OK)
-        return NULL;
-    p->busy = 1;
-    if (ps->desc.servers)
-        dt__ps_request_rows(ps, p, t->table->row_bytes);
-    else
-        dt__ps_exchange_rows(ps, p, t->table);
-    return dt_error(ps->ctx) == DT_OK ? p : NULL;
 }
 
 /* Waits for a link's works. */
@@ -9773,7 +10021,140 @@ static void dt__ps_finish_link(dt_ps *ps, dt__ps_link *l) {
     memset(l->work, 0, sizeof l->work);
 }
 
-dt_status dt_ps_wait(dt_ps *ps, dt_ps_pull *p) {
+/* Waits for the answers to a prefetch that nobody has taken, and frees it. */
+static void dt__ps_drop_prefetch(dt_ps *ps, dt_ps_pull *p) {
+    if (p->busy != DT__PS_PREFETCH) return;
+    for (int o = 0; o < ps->owners; o++) dt__ps_finish_link(ps, &p->links[o]);
+    p->busy = DT__PS_FREE;
+}
+
+/* Returns a free pull for a caller or for a prefetch, or NULL. Prefetches of past steps that nobody
+   has taken are dropped. */
+static dt_ps_pull *dt__ps_free_pull(dt_ps *ps, int kind) {
+    dt_ps_pull *p = ps->pulls + (kind == DT__PS_PREFETCH ? ps->desc.credits : 0), *found = NULL;
+    for (int i = 0; i < ps->desc.credits && !found; i++, p++) {
+        if (p->clock < ps->stats.clock) dt__ps_drop_prefetch(ps, p);
+        if (!p->busy) found = p;
+    }
+    return found;
+}
+
+/* Starts a pull of n keys, or with keys NULL of a dense table of n elements, for a step: the
+   worker's clock then. rows may be NULL for a prefetch. */
+static dt_ps_pull *dt__ps_pull_begin(dt_ps *ps, dt_ps_pull *p, int table, const uint64_t *keys,
+    size_t n, void *rows, int64_t clock) {
+    const dt__ps_table *t = &ps->tables[table];
+    if (!p || (keys && n > 1u << 30))
+        return dt_fail(ps->ctx, DT_ERR_ARG,
+                   "dt_ps_pull_start(%s): %zu keys; at most %d pulls under way",
+                   dt__printable_name(t->table->desc.name).s, n, ps->desc.credits),
+               (dt_ps_pull *)NULL;
+    p->table = table;
+    p->clock = clock;
+    p->n = n;
+    p->out = rows;
+    dt__ps_clear(&p->set);
+    uint32_t *number = (uint32_t *)(void *)dt__ps_room(ps, &p->number, keys ? n * 4 : 0, 0);
+    for (size_t i = 0; i < n && keys && dt_error(ps->ctx) == DT_OK; i++)
+        number[i] = dt__ps_number(ps, &p->set, keys[i]);
+    size_t head = ps->desc.servers ? sizeof(dt__ps_header) : 0;
+    if (dt_error(ps->ctx) != DT_OK ||
+        dt__ps_sort(ps, p, keys ? &p->set : &t->set, t->table->row_bytes, head) != DT_OK)
+        return NULL;
+    p->busy = rows ? DT__PS_BUSY : DT__PS_PREFETCH;
+    if (ps->desc.servers)
+        dt__ps_request_rows(ps, p, t);
+    else
+        dt__ps_exchange_rows(ps, p, t);
+    return dt_error(ps->ctx) == DT_OK ? p : NULL;
+}
+
+/* Returns the prefetch of these keys for this step, or NULL. */
+static dt_ps_pull *dt__ps_prefetched(dt_ps *ps, int table, const uint64_t *keys, size_t n) {
+    for (int i = ps->desc.credits; i < 2 * ps->desc.credits; i++) {
+        dt_ps_pull *p = &ps->pulls[i];
+        if (p->busy != DT__PS_PREFETCH || p->table != table || p->clock != ps->stats.clock ||
+            p->n != n)
+            continue;
+        const uint32_t *number = (const uint32_t *)(void *)p->number.p;
+        size_t same = 0;
+        while (same < n && (!keys || dt__ps_key_list(&p->set)[number[same]] == keys[same])) same++;
+        if (same == n) return p;
+    }
+    return NULL;
+}
+
+/* DT_PS_GEO: reads the worker's replica. Completes the pull. */
+static dt_ps_pull *dt__ps_read_replica(
+    dt_ps *ps, dt_ps_pull *p, int table, const uint64_t *keys, size_t n, void *rows) {
+    const dt__ps_table *t = &ps->tables[table];
+    const size_t row = t->table->row_bytes, bytes = n * dt_dtype_size(t->table->desc.dtype);
+    char *runs = keys || !p ? NULL : dt__ps_room(ps, &p->rows, t->set.n * row, 0);
+    if (!p || (!ps->has_replica && dt__ps_exchange_changes(ps) != DT_OK)) return NULL;
+    if (keys)
+        dt_table_pull(t->table, keys, n, rows);
+    else if (runs && dt_table_pull(t->table, dt__ps_key_list(&t->set), t->set.n, runs) == DT_OK)
+        memcpy(rows, runs, bytes);
+    p->table = table;
+    p->n = 0; /* nothing is left for dt_ps_wait */
+    p->busy = DT__PS_BUSY;
+    ps->stats.pulled += (int64_t)(keys ? n : t->set.n);
+    return dt_error(ps->ctx) == DT_OK ? p : NULL;
+}
+
+/* Takes a prefetch of these keys, or starts a pull. */
+static dt_ps_pull *dt__ps_pull(dt_ps *ps, int table, const uint64_t *keys, size_t n, void *rows) {
+    dt_ps_pull *p = dt__ps_prefetched(ps, table, keys, n);
+    if (ps->desc.mode == DT_PS_GEO)
+        return dt__ps_read_replica(ps, dt__ps_free_pull(ps, DT__PS_BUSY), table, keys, n, rows);
+    if (!p)
+        return dt__ps_pull_begin(
+            ps, dt__ps_free_pull(ps, DT__PS_BUSY), table, keys, n, rows, ps->stats.clock);
+    p->busy = DT__PS_BUSY;
+    p->out = rows;
+    return p;
+}
+
+static dt_ps_pull *dt__ps_pull_start(
+    dt_ps *ps, int table, const uint64_t *keys, size_t n, void *rows) {
+    uint64_t none = 0; /* in place of NULL for 0 keys */
+    dt__ps_table *t = dt__ps_use(ps, "dt_ps_pull_start", table, 0);
+    if (!t) return NULL;
+    if (n == 0 || (keys && rows))
+        return dt__ps_pull(ps, table, keys ? keys : &none, n, rows ? rows : &none);
+    dt_fail(ps->ctx, DT_ERR_ARG, "dt_ps_pull_start(%s): %zu keys at %p, rows at %p",
+        dt__printable_name(t->table->desc.name).s, n, (const void *)keys, rows);
+    return NULL;
+}
+
+static void dt__ps_prefetch_start(
+    dt_ps *ps, int table, const uint64_t *keys, size_t n, int64_t clock) {
+    dt_ps_pull *p = dt__ps_free_pull(ps, DT__PS_PREFETCH);
+    if (p && ps->desc.servers && ps->desc.mode != DT_PS_GEO)
+        dt__ps_pull_begin(ps, p, table, keys, n, NULL, clock);
+}
+
+static dt_status dt__ps_prefetch(dt_ps *ps, int table, const uint64_t *keys, size_t n) {
+    static const uint64_t none = 0;
+    const dt__ps_table *t = dt__ps_use(ps, "dt_ps_prefetch", table, keys ? 0 : -1);
+    if (!t) return dt__ps_usable(ps);
+    if (t->shape.nd >= 0)
+        dt__ps_prefetch_start(ps, table, NULL, (size_t)dt_count(t->shape), ps->stats.clock + 1);
+    else if (n == 0 || keys)
+        dt__ps_prefetch_start(ps, table, keys ? keys : &none, n, ps->stats.clock + 1);
+    else
+        dt_fail(ps->ctx, DT_ERR_ARG, "dt_ps_prefetch(%s): the keys are NULL",
+            dt__printable_name(t->table->desc.name).s);
+    return dt_error(ps->ctx);
+}
+
+/* Counts an answer to a worker at this clock; slowest: the clock in the answer. */
+static void dt__ps_note_staleness(dt_ps *ps, int64_t clock, int64_t slowest) {
+    int64_t stale = clock > slowest ? clock - slowest : 0;
+    ps->stats.staleness[stale < DT_PS_HISTOGRAM ? stale : DT_PS_HISTOGRAM - 1]++;
+}
+
+static dt_status dt__ps_wait(dt_ps *ps, dt_ps_pull *p) {
     if (dt__ps_usable(ps) != DT_OK || !p) return dt__ps_usable(ps);
     if (!p->busy) return dt_fail(ps->ctx, DT_ERR_ARG, "dt_ps_wait: no pull is under way");
     for (int o = 0; o < ps->owners; o++) {
@@ -9783,15 +10164,18 @@ dt_status dt_ps_wait(dt_ps *ps, dt_ps_pull *p) {
         if (dt_error(ps->ctx) != DT_OK) return dt_error(ps->ctx);
         dt__ps_header answer;
         memcpy(&answer, p->rows.p + l->answer, sizeof answer);
-        int64_t stale = p->clock - answer.clock;
-        if (stale < 0) stale = 0;
-        ps->stats.staleness[stale < DT_PS_HISTOGRAM ? stale : DT_PS_HISTOGRAM - 1]++;
+        dt__ps_note_staleness(ps, p->clock, answer.clock);
     }
-    const size_t bytes = ps->tables[p->table].table->row_bytes;
+    const dt__ps_table *t = &ps->tables[p->table];
+    const size_t bytes = t->table->row_bytes;
     const uint32_t *number = (const uint32_t *)(void *)p->number.p;
     const size_t *where = (const size_t *)(void *)p->where.p;
-    for (size_t i = 0; i < p->n; i++)
-        memcpy((char *)p->out + i * bytes, p->rows.p + where[number[i]], bytes);
+    if (t->shape.nd < 0)
+        for (size_t i = 0; i < p->n; i++)
+            memcpy((char *)p->out + i * bytes, p->rows.p + where[number[i]], bytes);
+    size_t rest = t->shape.nd < 0 ? 0 : p->n * dt_dtype_size(t->table->desc.dtype);
+    for (size_t k = 0, at = 0; at < rest; k++, at += bytes)
+        memcpy((char *)p->out + at, p->rows.p + where[k], rest - at < bytes ? rest - at : bytes);
     p->busy = 0;
     return dt_error(ps->ctx);
 }
@@ -9806,39 +10190,67 @@ typedef struct dt__ps_lookup { /* what the op saves for its backward; the keys f
 static dt_status dt__ps_embedding_back(dt_node *node) {
     const dt__ps_lookup *s = (const dt__ps_lookup *)node->saved;
     dt__ps_table *t = &s->ps->tables[s->table];
-    size_t n = (size_t)dt_count(node->out->shape) / (size_t)t->table->desc.width;
-    return dt__ps_accumulate(s->ps, t, (const uint64_t *)(const void *)(s + 1), n, node->out->grad,
+    int is_dense = t->shape.nd >= 0;
+    size_t n = (size_t)dt_count(node->out->shape);
+    return dt__ps_accumulate(s->ps, t, is_dense ? NULL : (const uint64_t *)(const void *)(s + 1),
+        is_dense ? n : n / (size_t)t->table->desc.width, node->out->grad,
         node->out->dtype == DT_BF16);
 }
 
-dt_tensor *dt_ps_embedding(dt_ps *ps, int table, const uint64_t *keys, dt_shape shape) {
-    dt__ps_table *t = dt__ps_use(ps, "dt_ps_embedding", table);
-    if (!t) return NULL;
+/* Records a tensor whose contents `pull` brings. keys: those of its n rows, NULL for a dense table.
+   The tape records an op only if an input needs a gradient: `source` stands for the table. */
+static dt_tensor *dt__ps_lookup_op(
+    dt_ps *ps, const char *name, int table, const uint64_t *keys, size_t n, dt_shape shape) {
+    const dt_dtype dtype = ps->tables[table].table->desc.dtype;
     if (ps->ctx->kernels.alloc)
-        return dt_fail(ps->ctx, DT_ERR_UNSUPPORTED, "dt_ps_embedding: CPU tensors only"),
+        return dt_fail(ps->ctx, DT_ERR_UNSUPPORTED, "%s: CPU tensors only", name),
                (dt_tensor *)NULL;
-    if (shape.nd >= DT_MAX_DIMS)
-        return dt_fail(ps->ctx, DT_ERR_ARG, "dt_ps_embedding: keys of at most %d dimensions",
-                   DT_MAX_DIMS - 1),
-               (dt_tensor *)NULL;
-    size_t n = (size_t)dt_count(shape);
-    shape.d[shape.nd++] = t->table->desc.width;
-    /* the tape records an op only if an input needs a gradient: this one stands for the table */
-    dt_tensor *source = dt_require_grad(dt_new(ps->ctx, t->table->desc.dtype, DT_SHAPE(1)));
-    dt_tensor *out = source ? dt_new(ps->ctx, t->table->desc.dtype, shape) : NULL;
-    if (!out || dt_ps_wait(ps, dt_ps_pull_start(ps, table, keys, n, out->data)) != DT_OK)
-        return NULL;
+    dt_tensor *source = dt_require_grad(dt_new(ps->ctx, dtype, DT_SHAPE(1)));
+    dt_tensor *out = source ? dt_new(ps->ctx, dtype, shape) : NULL;
+    if (!out || dt__ps_wait(ps, dt__ps_pull(ps, table, keys, n, out->data)) != DT_OK) return NULL;
+    const size_t bytes = keys ? n * sizeof *keys : 0;
     dt__ps_lookup *saved =
-        (dt__ps_lookup *)dt_record_saved(out, (dt_record_desc){ .name = "dt_ps_embedding",
+        (dt__ps_lookup *)dt_record_saved(out, (dt_record_desc){ .name = name,
                                                   .in = { source },
                                                   .backward = dt__ps_embedding_back,
-                                                  .saved_bytes = sizeof *saved + n * sizeof *keys,
+                                                  .saved_bytes = sizeof *saved + bytes,
                                                   .unread_inputs = 1 });
     if (!saved) return dt_error(ps->ctx) == DT_OK ? out : NULL;
     saved->ps = ps;
     saved->table = table;
-    if (n > 0) memcpy(saved + 1, keys, n * sizeof *keys);
+    if (bytes > 0) memcpy(saved + 1, keys, bytes);
     return out;
+}
+
+static dt_tensor *dt__ps_embedding(dt_ps *ps, int table, const uint64_t *keys, dt_shape shape) {
+    static const uint64_t none = 0;
+    dt__ps_table *t = dt__ps_use(ps, "dt_ps_embedding", table, 0);
+    if (!t) return NULL;
+    size_t n = (size_t)dt_count(shape);
+    if (shape.nd >= DT_MAX_DIMS || (n > 0 && !keys))
+        return dt_fail(ps->ctx, DT_ERR_ARG,
+                   "dt_ps_embedding: keys at %p, %d dimensions; at most %d", (const void *)keys,
+                   shape.nd, DT_MAX_DIMS - 1),
+               (dt_tensor *)NULL;
+    shape.d[shape.nd++] = t->table->desc.width;
+    return dt__ps_lookup_op(ps, "dt_ps_embedding", table, keys ? keys : &none, n, shape);
+}
+
+static dt_tensor *dt__ps_dense_read(dt_ps *ps, int table) {
+    dt__ps_table *t = dt__ps_use(ps, "dt_ps_dense_read", table, 1);
+    if (!t) return NULL;
+    size_t n = (size_t)dt_count(t->shape);
+    /* the program will read the other dense parameters too: all pulls run at the same time */
+    int is_here = dt__ps_prefetched(ps, table, NULL, n) != NULL;
+    for (int i = 0; i < ps->n_tables && !is_here; i++) {
+        int other = (table + i) % ps->n_tables;
+        const dt_shape shape = ps->tables[other].shape;
+        if (shape.nd >= 0 && ps->tables[other].reads <= t->reads &&
+            !dt__ps_prefetched(ps, other, NULL, (size_t)dt_count(shape)))
+            dt__ps_prefetch_start(ps, other, NULL, (size_t)dt_count(shape), ps->stats.clock);
+    }
+    t->reads++;
+    return dt__ps_lookup_op(ps, "dt_ps_dense_read", table, NULL, n, t->shape);
 }
 
 // ==== 28. Parameter server: steps, servers ======================================================
@@ -9847,13 +10259,23 @@ dt_tensor *dt_ps_embedding(dt_ps *ps, int table, const uint64_t *keys, dt_shape 
 
 static size_t dt__ps_padded(size_t bytes) { return (bytes + 7) & ~(size_t)7; }
 
+/* Bytes of n keys in a step's payload. Those of a dense table are not sent. */
+static size_t dt__ps_key_bytes(const dt__ps_table *t, int64_t n) {
+    return t->shape.nd < 0 ? (size_t)n * sizeof(uint64_t) : 0;
+}
+
+/* Bytes that a step's payload has for a key: a sum; or for DT_PS_GEO a base row and a target. */
+static size_t dt__ps_push_bytes(const dt_ps *ps, int table) {
+    return ps->tables[table].table->grad_bytes << (ps->desc.mode == DT_PS_GEO);
+}
+
 /* Returns the bytes of a step's payload: `counts` keys of each table. With `table` only the bytes
    before the keys of that table. */
 static size_t dt__ps_step_bytes(const dt_ps *ps, const int64_t *counts, int table) {
     size_t bytes = (size_t)ps->n_tables * sizeof *counts;
     for (int i = 0; i < table; i++)
-        bytes += (size_t)counts[i] * sizeof(uint64_t) +
-                 dt__ps_padded((size_t)counts[i] * ps->tables[i].table->grad_bytes);
+        bytes += dt__ps_key_bytes(&ps->tables[i], counts[i]) +
+                 dt__ps_padded((size_t)counts[i] * dt__ps_push_bytes(ps, i));
     return bytes;
 }
 
@@ -9862,27 +10284,35 @@ static size_t dt__ps_step_bytes(const dt_ps *ps, const int64_t *counts, int tabl
    are added in worker order. */
 static dt_status dt__ps_apply(dt_ps *ps, double lr, int64_t clock) {
     for (int i = 0; i < ps->n_tables && dt_error(ps->ctx) == DT_OK; i++) {
-        dt_table *table = ps->tables[i].table;
+        const dt__ps_table *t = &ps->tables[i];
+        dt_table *table = t->table;
         size_t all = 0, at = 0, senders = 0;
         for (int w = 0; w < ps->workers; w++)
             if (ps->payloads[w]) all += (size_t)((const int64_t *)(const void *)ps->payloads[w])[i];
-        char *keys = dt__ps_room(ps, &ps->keys, all * sizeof(uint64_t), 0),
-             *grads = dt__ps_room(ps, &ps->grads, all * table->grad_bytes, 0);
+        const char *keys = dt__ps_room(ps, &ps->keys, all * sizeof(uint64_t), 0),
+                   *grads = dt__ps_room(ps, &ps->grads, all * table->grad_bytes, 0);
         if (!keys || !grads) break;
         for (int w = 0; w < ps->workers; w++) {
             const int64_t *counts = (const int64_t *)(const void *)ps->payloads[w];
             size_t n = counts ? (size_t)counts[i] : 0;
             if (n == 0) continue;
             const char *from = ps->payloads[w] + dt__ps_step_bytes(ps, counts, i);
-            memcpy(keys + at * sizeof(uint64_t), from, n * sizeof(uint64_t));
-            memcpy(
-                grads + at * table->grad_bytes, from + n * sizeof(uint64_t), n * table->grad_bytes);
-            at += n;
+            const char *sums = from + dt__ps_key_bytes(t, counts[i]);
+            if (sums == from) from = t->owned.p; /* dense */
             senders++;
+            if (n == all) { /* the only sender */
+                keys = from;
+                grads = sums;
+                break;
+            }
+            memcpy(ps->keys.p + at * sizeof(uint64_t), from, n * sizeof(uint64_t));
+            memcpy(ps->grads.p + at * table->grad_bytes, sums, n * table->grad_bytes);
+            at += n;
         }
-        if (clock < table->stats.clock) clock = table->stats.clock;
-        dt_table_push(table, (const uint64_t *)(void *)keys, all, grads,
-            (dt_table_push_desc){ .lr = lr, .clock = clock, .unique = senders <= 1 });
+        int64_t last = table->stats.clock; /* another worker's step may have come before */
+        dt_table_push(table, (const uint64_t *)(const void *)keys, all, grads,
+            (dt_table_push_desc){
+                .lr = lr, .clock = clock > last ? clock : last, .unique = senders <= 1 });
     }
     return dt_error(ps->ctx);
 }
@@ -9892,7 +10322,7 @@ static dt_status dt__ps_apply(dt_ps *ps, double lr, int64_t clock) {
 static dt_status dt__ps_check_sums(dt_ps *ps) {
     for (int i = 0; i < ps->n_tables; i++) {
         const dt__ps_table *t = &ps->tables[i];
-        for (size_t k = 0; k < t->set.n; k++) {
+        for (size_t k = 0; k < t->set.n && t->has_total; k++) {
             int column = dt__table_bad_column(t->table, t->total.p + k * t->table->grad_bytes);
             if (column < 0) continue;
             return dt_fail(ps->ctx, DT_ERR_NUMERIC,
@@ -9905,6 +10335,12 @@ static dt_status dt__ps_check_sums(dt_ps *ps) {
     return DT_OK;
 }
 
+/* The keys that a step pushes. */
+static const dt__ps_keys *dt__ps_pushed(const dt_ps *ps, const dt__ps_table *t) {
+    static const dt__ps_keys none = { 0, 0, { NULL, 0 }, { NULL, 0 } };
+    return ps->desc.mode == DT_PS_GEO ? &t->changed : t->has_total ? &t->set : &none;
+}
+
 /* Writes the payloads of a step to ps->step, and their places to ps->links. */
 static dt_status dt__ps_pack(dt_ps *ps) {
     const size_t tables = (size_t)ps->n_tables, head = tables * sizeof(int64_t);
@@ -9914,8 +10350,8 @@ static dt_status dt__ps_pack(dt_ps *ps) {
     if (!counts) return dt_error(ps->ctx);
     memset(counts, 0, (size_t)ps->owners * head);
     for (size_t i = 0; i < tables; i++)
-        for (size_t k = 0; k < ps->tables[i].set.n; k++) {
-            int o = dt__ps_owner(ps, dt__ps_key_list(&ps->tables[i].set)[k]);
+        for (size_t k = 0; k < dt__ps_pushed(ps, &ps->tables[i])->n; k++) {
+            int o = dt__ps_owner(ps, dt__ps_key_list(dt__ps_pushed(ps, &ps->tables[i]))[k]);
             counts[(size_t)o * tables + i]++;
         }
     for (int o = 0; o < ps->owners; o++) {
@@ -9925,22 +10361,29 @@ static dt_status dt__ps_pack(dt_ps *ps) {
     }
     char *step = dt__ps_room(ps, &ps->step, bytes, 0);
     if (!step) return dt_error(ps->ctx);
-    memset(step, 0, bytes); /* the padding too */
-    for (int o = 0; o < ps->owners; o++)
-        if (head > 0) memcpy(step + ps->links[o].offset, counts + (size_t)o * tables, head);
+    for (int o = 0; o < ps->owners; o++) {
+        const int64_t *n = counts + (size_t)o * tables;
+        if (head > 0) memcpy(step + ps->links[o].offset, n, head);
+        for (int i = 1; i <= ps->n_tables; i++) /* the padding before the next table */
+            if (n[i - 1])
+                memset(step + ps->links[o].offset + dt__ps_step_bytes(ps, n, i) - 8, 0, 8);
+    }
     memset(counts, 0, (size_t)ps->owners * head); /* from here on: keys written */
     for (size_t i = 0; i < tables; i++) {
         const dt__ps_table *t = &ps->tables[i];
-        const size_t row = t->table->grad_bytes;
-        ps->stats.pushed += (int64_t)t->set.n;
-        for (size_t k = 0; k < t->set.n; k++) {
-            uint64_t key = dt__ps_key_list(&t->set)[k];
+        const dt__ps_keys *set = dt__ps_pushed(ps, t);
+        const size_t row = dt__ps_push_bytes(ps, (int)i);
+        const char *rows = ps->desc.mode == DT_PS_GEO ? t->pairs.p : t->total.p;
+        ps->stats.pushed += (int64_t)set->n;
+        for (size_t k = 0; k < set->n; k++) {
+            uint64_t key = dt__ps_key_list(set)[k];
             int o = dt__ps_owner(ps, key);
             const int64_t *all = (const int64_t *)(void *)(step + ps->links[o].offset);
             char *part = (char *)(uintptr_t)all + dt__ps_step_bytes(ps, all, (int)i);
             size_t j = (size_t)counts[(size_t)o * tables + i]++;
-            memcpy(part + j * sizeof key, &key, sizeof key);
-            memcpy(part + (size_t)all[i] * sizeof key + j * row, t->total.p + k * row, row);
+            size_t skip = dt__ps_key_bytes(t, all[i]);
+            if (skip) memcpy(part + j * sizeof key, &key, sizeof key);
+            memcpy(part + skip + j * row, rows + k * row, row);
         }
     }
     ps->stats.bytes += (int64_t)bytes;
@@ -9984,12 +10427,12 @@ static dt_status dt__ps_await_step(dt_ps *ps) {
     return dt_error(ps->ctx);
 }
 
-/* Served mode: sends a step, or with op DT__PS_END the end, to each owner. */
+/* Served mode: sends a step, the end or a request to save to each owner. */
 static void dt__ps_send_step(dt_ps *ps, int op, double lr) {
     for (int o = 0; o < ps->owners; o++) {
         dt__ps_link *l = &ps->links[o];
         int to = ps->first_owner + o;
-        size_t bytes = op == DT__PS_STEP ? l->n : 0;
+        size_t bytes = op == DT__PS_END ? 0 : l->n;
         dt__ps_header h = { op, 0, 0, 0, ps->stats.clock, 0, (int64_t)bytes, lr, { 0, 0 } };
         l->header = h;
         l->work[0] = dt_recv_start(ps->comm, &l->ack, sizeof l->ack, DT_U8, to, DT__PS_TAG_ACK);
@@ -10000,7 +10443,122 @@ static void dt__ps_send_step(dt_ps *ps, int op, double lr) {
     }
 }
 
-dt_status dt_ps_step(dt_ps *ps, double lr) {
+/* ---- GEO: a worker's replica ---- */
+
+/* The row of a key in the type of gradients: of a bf16 table the master row. */
+static dt_status dt__ps_read_weights(dt_table *t, uint64_t key, char *out) {
+    const uint32_t *slot = dt__table_find(t, key, dt__table_hash(key));
+    if (!slot)
+        dt__table_initial(t, key, t->compute, out);
+    else
+        memcpy(out, t->master_bytes ? dt__table_state(t, *slot) : dt__table_values(t, *slot),
+            t->grad_bytes);
+    return dt_error(t->ctx);
+}
+
+static dt_status dt__ps_write_weights(dt_table *t, uint64_t key, const char *weights) {
+    uint32_t row = dt__table_admit(t, key, dt__table_hash(key), t->stats.clock);
+    if (row == DT__TABLE_EMPTY) return dt_error(t->ctx);
+    memcpy(t->master_bytes ? dt__table_state(t, row) : dt__table_values(t, row), weights,
+        t->grad_bytes);
+    if (t->master_bytes) dt__table_round(t, weights, dt__table_values(t, row));
+    return DT_OK;
+}
+
+/* Applies a step to the replica. Notes the rows that it is the first to change. */
+static dt_status dt__ps_step_replica(dt_ps *ps, double lr) {
+    if (!ps->has_replica && dt__ps_exchange_changes(ps) != DT_OK) return dt_error(ps->ctx);
+    for (int i = 0; i < ps->n_tables && dt_error(ps->ctx) == DT_OK; i++) {
+        dt__ps_table *t = &ps->tables[i];
+        const size_t pair = dt__ps_push_bytes(ps, i), n = t->has_total ? t->set.n : 0;
+        const uint64_t *keys = dt__ps_key_list(&t->set);
+        for (size_t k = 0; k < n; k++) {
+            size_t had = t->changed.n;
+            if (dt__ps_number(ps, &t->changed, keys[k]) < had) continue;
+            if (!dt__ps_room(ps, &t->pairs, (had + 1) * pair, had * pair) ||
+                dt__ps_read_weights(t->table, keys[k], t->pairs.p + had * pair) != DT_OK)
+                return dt_error(ps->ctx);
+        }
+        if (n > 0)
+            dt_table_push(t->table, keys, n, t->total.p,
+                (dt_table_push_desc){ .lr = lr, .clock = ps->stats.clock, .unique = 1 });
+    }
+    return dt_error(ps->ctx);
+}
+
+/* Writes the targets of the changed rows beside their bases: base + scale (row - base), which is
+   the row itself if the scale is 1. */
+static dt_status dt__ps_make_targets(dt_ps *ps) {
+    const double scale = ps->desc.geo_scale;
+    for (int i = 0; i < ps->n_tables; i++) {
+        dt__ps_table *t = &ps->tables[i];
+        const size_t pair = dt__ps_push_bytes(ps, i), width = (size_t)t->table->desc.width;
+        for (size_t k = 0; k < t->changed.n; k++) {
+            char *base = t->pairs.p + k * pair, *target = base + t->table->grad_bytes;
+            float *f = (float *)(void *)target, *f0 = (float *)(void *)base;
+            double *d = (double *)(void *)target, *d0 = (double *)(void *)base;
+            if (dt__ps_read_weights(t->table, dt__ps_key_list(&t->changed)[k], target) != DT_OK)
+                return dt_error(ps->ctx);
+            for (size_t c = 0; c < width && scale != 1; c++)
+                if (t->table->compute == DT_F32)
+                    f[c] = (float)(f0[c] + scale * ((double)f[c] - f0[c]));
+                else
+                    d[c] = d0[c] + scale * (d[c] - d0[c]);
+        }
+    }
+    return DT_OK;
+}
+
+/* Takes over an owner's answer to an exchange: for each table a number of other keys; the rows of
+   this worker's changed keys; the other keys, and their rows. */
+static dt_status dt__ps_take_answer(dt_ps *ps, int owner, const char *answer) {
+    for (int i = 0; i < ps->n_tables; i++) {
+        dt__ps_table *t = &ps->tables[i];
+        const size_t row = t->table->grad_bytes;
+        const uint64_t *changed = dt__ps_key_list(&t->changed);
+        int64_t others;
+        memcpy(&others, answer, sizeof others);
+        answer += sizeof others;
+        for (size_t k = 0; k < t->changed.n; k++) {
+            if (dt__ps_owner(ps, changed[k]) != owner) continue;
+            if (dt__ps_write_weights(t->table, changed[k], answer) != DT_OK)
+                return dt_error(ps->ctx);
+            answer += row;
+        }
+        const char *keys = answer;
+        answer += (size_t)others * sizeof(uint64_t);
+        for (int64_t k = 0; k < others; k++, answer += row) {
+            uint64_t key;
+            memcpy(&key, keys + (size_t)k * sizeof key, sizeof key);
+            if (dt__ps_write_weights(t->table, key, answer) != DT_OK) return dt_error(ps->ctx);
+        }
+    }
+    return DT_OK;
+}
+
+/* DT_PS_GEO: sends the changed rows to their owners, and receives them and the rows that other
+   workers have changed since the last exchange. */
+static dt_status dt__ps_exchange_changes(dt_ps *ps) {
+    if (dt__ps_make_targets(ps) != DT_OK || dt__ps_pack(ps) != DT_OK) return dt_error(ps->ctx);
+    dt__ps_send_step(ps, DT__PS_STEP, 1);
+    if (dt__ps_await_step(ps) != DT_OK) return dt_error(ps->ctx);
+    for (int o = 0; o < ps->owners; o++) {
+        const dt__ps_link *l = &ps->links[o];
+        char *answer = dt__ps_room(ps, &ps->peer, (size_t)l->ack.bytes, 0);
+        dt__ps_note_staleness(ps, ps->stats.clock, l->ack.clock);
+        ps->stats.bytes += l->ack.bytes;
+        if (!answer ||
+            dt_recv(ps->comm, answer, (size_t)l->ack.bytes, DT_U8, ps->first_owner + o,
+                DT__PS_TAG_PAYLOAD) != DT_OK ||
+            dt__ps_take_answer(ps, o, answer) != DT_OK)
+            return dt_error(ps->ctx);
+    }
+    for (int i = 0; i < ps->n_tables; i++) dt__ps_clear(&ps->tables[i].changed);
+    ps->has_replica = 1;
+    return dt_error(ps->ctx);
+}
+
+static dt_status dt__ps_step(dt_ps *ps, double lr) {
     if (dt__ps_usable(ps) != DT_OK) return dt__ps_usable(ps);
     if (dt_ps_is_server(ps) || ps->has_ended || !isfinite(lr))
         return dt_fail(ps->ctx, DT_ERR_ARG, "dt_ps_step: %s; learning rate %g",
@@ -10008,36 +10566,78 @@ dt_status dt_ps_step(dt_ps *ps, double lr) {
             : ps->has_ended     ? "dt_ps_end was called"
                                 : "a worker",
             lr);
+    const int is_geo = ps->desc.mode == DT_PS_GEO;
     dt__ps_close_micro(ps);
     if (dt__ps_await_step(ps) != DT_OK || dt__ps_check_sums(ps) != DT_OK ||
-        dt__ps_pack(ps) != DT_OK)
+        (is_geo ? dt__ps_step_replica(ps, lr) : dt__ps_pack(ps)) != DT_OK)
         return dt_error(ps->ctx);
-    if (ps->desc.servers)
+    if (ps->desc.servers && !is_geo)
         dt__ps_send_step(ps, DT__PS_STEP, lr);
-    else
+    else if (!is_geo)
         dt__ps_exchange_steps(ps, lr);
-    for (int i = 0; i < ps->n_tables; i++) dt__ps_clear(&ps->tables[i].set);
+    for (int i = 0; i < ps->n_tables; i++) {
+        dt__ps_table *t = &ps->tables[i];
+        t->has_total = t->reads = 0;
+        if (t->shape.nd < 0)
+            dt__ps_clear(&t->set);
+        else
+            memset(t->flags.p, 0, t->set.n);
+    }
+    ps->has_sums = 0;
     ps->stats.clock++;
+    if (is_geo && ps->stats.clock % ps->desc.geo_steps == 0) dt__ps_exchange_changes(ps);
     return dt_error(ps->ctx);
 }
 
-dt_status dt_ps_end(dt_ps *ps) {
+/* DT_PS_GEO: sends what the worker has changed since the last exchange. */
+static dt_status dt__ps_exchange_rest(dt_ps *ps) {
+    int is_due = ps->desc.mode == DT_PS_GEO && ps->stats.clock % ps->desc.geo_steps > 0;
+    return is_due ? dt__ps_exchange_changes(ps) : dt_error(ps->ctx);
+}
+
+static dt_status dt__ps_end(dt_ps *ps) {
     if (dt__ps_usable(ps) != DT_OK) return dt__ps_usable(ps);
     if (dt_ps_is_server(ps) || ps->has_ended)
         return dt_fail(ps->ctx, DT_ERR_ARG, "dt_ps_end: %s",
             ps->has_ended ? "called twice" : "this rank is a server");
     ps->has_ended = 1;
-    if (!ps->desc.servers || dt__ps_await_step(ps) != DT_OK) return dt_error(ps->ctx);
+    if (!ps->desc.servers || dt__ps_await_step(ps) != DT_OK || dt__ps_exchange_rest(ps) != DT_OK)
+        return dt_error(ps->ctx);
     dt__ps_send_step(ps, DT__PS_END, 0);
+    for (int i = ps->desc.credits; i < 2 * ps->desc.credits; i++)
+        dt__ps_drop_prefetch(ps, &ps->pulls[i]);
     return dt__ps_await_step(ps);
 }
 
 /* ---- a server ---- */
 
+/* Keeps a request or an answer for later ones. Memory that is mapped anew for each request would
+   cost a page fault for every 4 KiB. */
+static void dt__ps_recycle(dt_ps *ps, dt__ps_request *r) {
+    if (!r) return;
+    r->next = ps->spare;
+    ps->spare = r;
+}
+
+/* Makes a request or an answer of the spare one with the smallest payload that suffices, else of
+   the largest. */
 static dt__ps_request *dt__ps_request_make(dt_ps *ps, size_t bytes) {
-    dt__ps_request *r = (dt__ps_request *)dt__host_zeroed(ps->ctx, sizeof *r, "dt_ps_serve");
+    dt__ps_request **best = NULL, *r;
+    for (dt__ps_request **at = &ps->spare; *at; at = &(*at)->next) {
+        size_t n = (*at)->payload.bytes, found = best ? (*best)->payload.bytes : 0;
+        if (!best || (n >= bytes ? found < bytes || n < found : n > found)) best = at;
+    }
+    if (best) {
+        r = *best;
+        *best = r->next;
+        r->next = NULL;
+        r->work = NULL;
+        memset(&r->header, 0, sizeof r->header);
+    } else {
+        r = (dt__ps_request *)dt__host_zeroed(ps->ctx, sizeof *r, "dt_ps_serve");
+    }
     if (r && dt__ps_room(ps, &r->payload, bytes, 0)) return r;
-    dt__ps_free_requests(ps, r);
+    dt__ps_recycle(ps, r);
     return NULL;
 }
 
@@ -10048,53 +10648,72 @@ static int64_t dt__ps_slowest(const dt_ps *ps) {
     return slowest;
 }
 
-/* Starts to send an answer, `bytes` long, to the worker of a request. Takes the answer over. */
-static void dt__ps_answer(dt_ps *ps, dt__ps_request *answer, int to, size_t bytes, int tag) {
-    dt__ps_header h = { 0, 0, 0, 0, dt__ps_slowest(ps), 0, 0, 0, { 0, 0 } };
-    memcpy(answer->payload.p, &h, sizeof h);
+/* Starts to send an answer, `bytes` long, to a worker. Takes the answer over. */
+static void dt__ps_post(dt_ps *ps, dt__ps_request *answer, int to, size_t bytes, int tag) {
     answer->work = dt_send_start(ps->comm, answer->payload.p, bytes, DT_U8, to, tag);
     answer->next = ps->answers;
     ps->answers = answer;
 }
 
-static void dt__ps_acknowledge(dt_ps *ps, int worker) {
-    dt__ps_request *answer = dt__ps_request_make(ps, sizeof(dt__ps_header));
-    if (answer) dt__ps_answer(ps, answer, worker, sizeof(dt__ps_header), DT__PS_TAG_ACK);
+/* Sends an answer that begins with a header. */
+static void dt__ps_answer(dt_ps *ps, dt__ps_request *answer, int to, size_t bytes, int tag) {
+    dt__ps_header h = { 0, 0, 0, 0, dt__ps_slowest(ps), 0, 0, 0, { 0, 0 } };
+    h.bytes = answer->header.bytes;
+    memcpy(answer->payload.p, &h, sizeof h);
+    dt__ps_post(ps, answer, to, bytes, tag);
 }
 
-/* Answers the held pulls that the slowest worker allows. The test of the bound is the only one in
-   the protocol: synchronous training is the bound 0. */
+/* Acknowledges a step, after which a message of so many bytes follows (0: none). */
+static void dt__ps_acknowledge(dt_ps *ps, int worker, size_t bytes) {
+    dt__ps_request *answer = dt__ps_request_make(ps, sizeof(dt__ps_header));
+    if (!answer) return;
+    answer->header.bytes = (int64_t)bytes;
+    dt__ps_answer(ps, answer, worker, sizeof(dt__ps_header), DT__PS_TAG_ACK);
+}
+
+/* Returns 1 if a pull may be answered: its own worker's steps before it are applied (a prefetch may
+   come before them), and those of the slowest worker up to the bound; or nobody reads the answer,
+   because the worker has ended. This test of the bound is the only one in the protocol: synchronous
+   training is the bound 0. */
+static int dt__ps_may_read(const dt_ps *ps, const dt__ps_request *r) {
+    const int64_t clock = r->header.clock, own = ps->clocks[r->from];
+    if (own == INT64_MAX) return 1;
+    return own >= clock && (ps->bound == INT64_MAX || dt__ps_slowest(ps) >= clock - ps->bound);
+}
+
+/* Answers the held pulls that may be answered. */
 static void dt__ps_release(dt_ps *ps) {
-    const int64_t slowest = dt__ps_slowest(ps);
     for (dt__ps_request **at = &ps->held; *at && dt_error(ps->ctx) == DT_OK;) {
         dt__ps_request *r = *at;
-        if (ps->bound != INT64_MAX && slowest < r->header.clock - ps->bound) {
+        if (!dt__ps_may_read(ps, r)) {
             at = &r->next;
             continue;
         }
         *at = r->next;
         r->next = NULL;
-        dt_table *table = ps->tables[r->header.table].table;
+        const dt__ps_table *t = &ps->tables[r->header.table];
+        dt_table *table = t->table;
         size_t n = (size_t)r->header.n, head = sizeof r->header, bytes = n * table->row_bytes;
+        const char *keys = t->shape.nd < 0 ? r->payload.p : t->owned.p;
         dt__ps_request *answer = dt__ps_request_make(ps, head + bytes);
-        if (answer && dt_table_pull(table, (const uint64_t *)(void *)r->payload.p, n,
+        if (answer && dt_table_pull(table, (const uint64_t *)(const void *)keys, n,
                           answer->payload.p + head) == DT_OK)
             dt__ps_answer(ps, answer, r->from, head + bytes, DT__PS_TAG_ANSWER + r->header.slot);
         else
-            dt__ps_free_requests(ps, answer);
+            dt__ps_recycle(ps, answer);
         ps->stats.pulled += (int64_t)n;
-        ps->stats.bytes += (int64_t)(n * sizeof(uint64_t) + bytes);
-        dt__ps_free_requests(ps, r);
+        ps->stats.bytes += r->header.bytes + (int64_t)bytes;
+        dt__ps_recycle(ps, r);
     }
 }
 
-/* Applies a step that has come, unless it must wait for those of the other workers. */
+/* Applies the step of one worker. */
 static void dt__ps_apply_one(dt_ps *ps, dt__ps_request *r) {
     memset(ps->payloads, 0, (size_t)ps->workers * sizeof *ps->payloads);
     ps->payloads[r->from] = r->payload.p;
     dt__ps_apply(ps, r->header.lr, r->header.clock);
-    dt__ps_acknowledge(ps, r->from);
-    dt__ps_free_requests(ps, r);
+    dt__ps_acknowledge(ps, r->from, 0);
+    dt__ps_recycle(ps, r);
 }
 
 /* Applies the steps of one clock together, when no worker's step is missing. */
@@ -10115,10 +10734,95 @@ static void dt__ps_apply_all(dt_ps *ps) {
     for (int w = 0; w < ps->workers && dt_error(ps->ctx) == DT_OK; w++) {
         if (!ps->steps[w]) continue;
         ps->clocks[w]++;
-        dt__ps_acknowledge(ps, w);
-        dt__ps_free_requests(ps, ps->steps[w]);
+        dt__ps_acknowledge(ps, w, 0);
+        dt__ps_recycle(ps, ps->steps[w]);
         ps->steps[w] = NULL;
     }
+}
+
+/* ---- GEO: a server's exchanges ---- */
+
+/* Appends n bytes at `from` to a buffer with `used` bytes. */
+static void dt__ps_append(dt_ps *ps, dt__ps_buffer *b, size_t *used, const void *from, size_t n) {
+    char *p = dt__ps_room(ps, b, *used + n, *used);
+    if (p && n > 0) memcpy(p + *used, from, n);
+    *used += n;
+}
+
+/* The keys of a table whose rows were changed after clock `seen` and before clock `now`. */
+typedef struct dt__ps_others {
+    dt_ps *ps;
+    int64_t seen, now, n;
+} dt__ps_others;
+static dt_status dt__ps_find_other(dt_table *t, uint64_t key, uint32_t *slot, void *arg) {
+    dt__ps_others *o = (dt__ps_others *)arg;
+    int64_t clock = *dt__table_clock(t, *slot);
+    size_t used = (size_t)o->n * sizeof key;
+    if (clock <= o->seen || clock >= o->now) return DT_OK;
+    dt__ps_append(o->ps, &o->ps->keys, &used, &key, sizeof key);
+    o->n++;
+    return dt_error(t->ctx);
+}
+
+/* Applies the changes of one table and appends the answer. part: the keys, if they are sent, and
+   pairs of base and target. The rule of a row r is r = (r - base) + target: with a scale of 1 a row
+   that no other worker has changed becomes exactly the target; else the other workers' changes
+   since the base are added to it. Two pushes by SGD with learning rates 1 and -1 do this. */
+static dt_status dt__ps_merge_table(dt_ps *ps, const dt__ps_table *t, size_t n, const char *part,
+    dt__ps_others *others, dt__ps_buffer *answer, size_t *used) {
+    dt_table *table = t->table;
+    const size_t row = table->grad_bytes, skip = dt__ps_key_bytes(t, (int64_t)n);
+    const uint64_t *keys = (const uint64_t *)(const void *)(skip ? part : t->owned.p);
+    char *grads = dt__ps_room(ps, &ps->grads, 2 * n * row, 0);
+    if (!grads) return dt_error(ps->ctx);
+    for (size_t k = 0; k < n; k++) {
+        memcpy(grads + k * row, part + skip + 2 * k * row, row);
+        memcpy(grads + (n + k) * row, part + skip + (2 * k + 1) * row, row);
+    }
+    for (int i = 0; i < 2; i++)
+        if (dt_table_push(table, keys, n, grads + (size_t)i * n * row,
+                (dt_table_push_desc){ .lr = i ? -1.0 : 1.0, .clock = others->now, .unique = 1 }) !=
+            DT_OK)
+            return dt_error(ps->ctx);
+    others->n = 0;
+    if (others->seen < others->now - 1) dt__table_scan(table, dt__ps_find_other, others, 1);
+    const uint64_t *other_keys = (const uint64_t *)(void *)ps->keys.p;
+    dt__ps_append(ps, answer, used, &others->n, sizeof others->n);
+    for (size_t k = 0; k < n && dt_error(ps->ctx) == DT_OK; k++)
+        if (dt__ps_read_weights(table, keys[k], grads) == DT_OK)
+            dt__ps_append(ps, answer, used, grads, row);
+    dt__ps_append(ps, answer, used, other_keys, (size_t)others->n * sizeof *keys);
+    for (int64_t k = 0; k < others->n && dt_error(ps->ctx) == DT_OK; k++)
+        if (dt__ps_room(ps, &ps->grads, row, 0) &&
+            dt__ps_read_weights(table, other_keys[k], ps->grads.p) == DT_OK)
+            dt__ps_append(ps, answer, used, ps->grads.p, row);
+    return dt_error(ps->ctx);
+}
+
+/* Merges a worker's changes into the tables, and sends it its new rows and those that other workers
+   have changed since its last exchange. Takes the request over. */
+static void dt__ps_merge_changes(dt_ps *ps, dt__ps_request *r) {
+    const int64_t *counts = (const int64_t *)(const void *)r->payload.p;
+    dt__ps_request *answer = dt__ps_request_make(ps, 0);
+    dt__ps_others others = { ps, ps->seen[r->from], ps->applied + 1, 0 };
+    size_t used = 0;
+    for (int i = 0; i < ps->n_tables; i++) /* after a load the tables' clocks may be ahead */
+        if (others.now <= ps->tables[i].table->stats.clock)
+            others.now = ps->tables[i].table->stats.clock + 1;
+    for (int i = 0; i < ps->n_tables && answer; i++)
+        if (dt__ps_merge_table(ps, &ps->tables[i], (size_t)counts[i],
+                r->payload.p + dt__ps_step_bytes(ps, counts, i), &others, &answer->payload,
+                &used) != DT_OK)
+            break;
+    ps->seen[r->from] = ps->applied = others.now;
+    ps->stats.bytes += r->header.bytes + (int64_t)used;
+    if (answer && dt_error(ps->ctx) == DT_OK) {
+        dt__ps_acknowledge(ps, r->from, used);
+        dt__ps_post(ps, answer, r->from, used, DT__PS_TAG_PAYLOAD);
+    } else {
+        dt__ps_recycle(ps, answer);
+    }
+    dt__ps_recycle(ps, r);
 }
 
 /* Takes a request over. */
@@ -10128,20 +10832,25 @@ static void dt__ps_handle(dt_ps *ps, dt__ps_request *r) {
         dt__ps_request **at = &ps->held;
         while (*at) at = &(*at)->next;
         *at = r;
-        ps->stats.held +=
-            ps->bound != INT64_MAX && dt__ps_slowest(ps) < r->header.clock - ps->bound;
+        ps->stats.held += !dt__ps_may_read(ps, r);
+    } else if (r->header.op == DT__PS_STEP && ps->desc.mode == DT_PS_GEO) {
+        ps->clocks[worker] = r->header.clock;
+        dt__ps_merge_changes(ps, r);
     } else if (r->header.op == DT__PS_STEP && ps->bound == 0) {
         ps->steps[worker] = r;
     } else if (r->header.op == DT__PS_STEP) {
         ps->clocks[worker]++;
         dt__ps_apply_one(ps, r);
+    } else if (r->header.op == DT__PS_SAVE) {
+        ps->saves[worker] = r;
     } else {
         ps->clocks[worker] = INT64_MAX;
-        dt__ps_acknowledge(ps, worker);
-        dt__ps_free_requests(ps, r);
+        dt__ps_acknowledge(ps, worker, 0);
+        dt__ps_recycle(ps, r);
     }
     if (ps->bound == 0) dt__ps_apply_all(ps);
     dt__ps_release(ps);
+    dt__ps_serve_save(ps);
 }
 
 /* Frees the answers that have been sent; with `all`, waits for the others. */
@@ -10155,7 +10864,7 @@ static void dt__ps_reap(dt_ps *ps, int all) {
         dt_wait(ps->ctx, r->work);
         *at = r->next;
         r->next = NULL;
-        dt__ps_free_requests(ps, r);
+        dt__ps_recycle(ps, r);
     }
 }
 
@@ -10206,7 +10915,7 @@ static int32_t dt__ps_order_next(dt_ps *ps) {
         if (n < DT__PS_ORDER) ps->order[n] = -1;
     }
     int32_t entry = ps->order[at % DT__PS_ORDER];
-    if (entry < 0 || entry / 4 >= ps->workers)
+    if (entry < 0 || entry / DT__PS_OPS >= ps->workers)
         dt_fail(ps->ctx, DT_ERR_ARG, "dt_ps_serve: request %lld is not in the file %s.%d",
             (long long)at, ps->desc.replay, ps->rank - ps->workers);
     return dt_error(ps->ctx) == DT_OK ? entry : -1;
@@ -10215,32 +10924,44 @@ static int32_t dt__ps_order_next(dt_ps *ps) {
 /* Receives the next request: its header from any worker, or in a replay from the recorded one, then
    its payload from the same worker. */
 static dt__ps_request *dt__ps_receive(dt_ps *ps) {
-    dt__ps_header h;
-    int from = 0;
+    dt__ps_header *h = &ps->incoming; /* the communicator keeps it after a failed wait */
+    int from;
     int32_t entry = ps->desc.replay ? dt__ps_order_next(ps) : 0;
     if (entry < 0) return NULL;
-    dt_work *work =
-        ps->desc.replay
-            ? dt_recv_start(ps->comm, &h, sizeof h, DT_U8, entry / 4, DT__PS_TAG_HEADER)
-            : dt_recv_any_start(ps->comm, &h, sizeof h, DT_U8, DT__PS_TAG_HEADER, &from);
+    dt_work *work = ps->desc.replay ? dt_recv_start(ps->comm, h, sizeof *h, DT_U8,
+                                          entry / DT__PS_OPS, DT__PS_TAG_HEADER)
+                                    : dt_recv_any_start(ps->comm, h, sizeof *h, DT_U8,
+                                          DT__PS_TAG_HEADER, &ps->incoming_from);
     if (dt_wait_idle(ps->ctx, work) != DT_OK) return NULL;
-    if (ps->desc.replay) from = entry / 4;
-    if (ps->desc.replay && h.op != entry % 4)
+    from = ps->desc.replay ? entry / DT__PS_OPS : ps->incoming_from;
+    if (ps->desc.replay && h->op != entry % DT__PS_OPS)
         return dt_fail(ps->ctx, DT_ERR_ARG,
                    "dt_ps_serve: request %lld of worker %d is not the one recorded in %s.%d",
                    (long long)ps->order_at - 1, from, ps->desc.replay, ps->rank - ps->workers),
                (dt__ps_request *)NULL;
-    if (ps->desc.record && dt__ps_order_note(ps, from * 4 + h.op) != DT_OK) return NULL;
-    dt__ps_request *r = dt__ps_request_make(ps, (size_t)h.bytes);
+    if (ps->desc.record && dt__ps_order_note(ps, from * DT__PS_OPS + h->op) != DT_OK) return NULL;
+    dt__ps_request *r = dt__ps_request_make(ps, (size_t)h->bytes);
     if (!r) return NULL;
-    r->header = h;
+    r->header = *h;
     r->from = from;
-    if (h.bytes > 0)
-        dt_recv(ps->comm, r->payload.p, (size_t)h.bytes, DT_U8, from, DT__PS_TAG_PAYLOAD);
+    if (h->bytes > 0)
+        dt_recv(ps->comm, r->payload.p, (size_t)h->bytes, DT_U8, from, DT__PS_TAG_PAYLOAD);
     return r;
 }
 
-dt_status dt_ps_serve(dt_ps *ps) {
+/* After a failure: says for which worker the others have waited, because their own errors can only
+   name the server. */
+static void dt__ps_say_slowest(dt_ps *ps) {
+    int waits = ps->held != NULL;
+    for (int w = 0; w < ps->workers; w++) waits |= ps->steps[w] != NULL || ps->saves[w] != NULL;
+    for (int w = 0; w < ps->workers && waits && dt_error(ps->ctx) != DT_OK; w++)
+        if (ps->clocks[w] == dt__ps_slowest(ps) && !ps->steps[w] && !ps->saves[w])
+            dt_log(ps->ctx, DT_LOG_NOTICE,
+                "dt_ps_serve: other workers waited for worker %d, which has done %lld steps", w,
+                (long long)ps->clocks[w]);
+}
+
+static dt_status dt__ps_serve(dt_ps *ps) {
     if (dt__ps_usable(ps) != DT_OK) return dt__ps_usable(ps);
     if (!dt_ps_is_server(ps))
         return dt_fail(ps->ctx, DT_ERR_ARG, "dt_ps_serve: this rank is a worker");
@@ -10251,11 +10972,426 @@ dt_status dt_ps_serve(dt_ps *ps) {
         dt__ps_reap(ps, 0);
     }
     dt__ps_reap(ps, 1);
+    dt__ps_say_slowest(ps);
     int64_t rest = ps->order_at % DT__PS_ORDER;
     if (ps->desc.record && rest > 0 && dt_error(ps->ctx) == DT_OK)
         dt__ps_order_transfer(ps, 1, ps->order_at - rest, rest);
     return dt_error(ps->ctx);
 }
+
+// ==== 29. Parameter server: snapshots ===========================================================
+
+/* The owners save together, and one rename commits the parts of all:
+
+       DIR/step-CLOCK/ps.bin                  dt__ps_snapshot; written last, removed first
+                      owner-O-table-T.bin     table T's rows of owner O, a file of section 26
+
+   The first owner locks DIR, makes the folder step-CLOCK.1a2b3c.tmp and sends its name to the other
+   owners. Each owner writes and syncs its files. Then the first owner writes ps.bin and renames the
+   folder. Servers begin when the requests of all workers have come, and acknowledge them at the
+   end.
+
+   A delta lists only changed rows, so it may follow a snapshot of another number of owners: a key
+   has one owner in each snapshot, and a load applies the snapshots in order. */
+
+typedef struct dt__ps_snapshot {
+    char magic[16];
+    int32_t owners, tables;
+    int32_t delta, repeat; /* delta 1: step and repeat are those of the snapshot before it */
+    int64_t step;
+    uint64_t digest; /* of this struct with digest 0 */
+} dt__ps_snapshot;
+static const char dt__ps_magic[16] = "dt ps 1";
+
+/* ---- saving ---- */
+
+static void dt__ps_unlock(dt_ps *ps) {
+    if (!ps->lock) return;
+    dt__files_close(ps->ctx, ps->lock, DT__PATHS);
+    dt_free(ps->ctx, DT_MEM_HOST, ps->lock, sizeof *ps->lock);
+    ps->lock = NULL;
+}
+
+/* The first owner: locks the folder, and makes the temporary folder of the next snapshot. Sets
+   place to the snapshot's repeat and the temporary folder's number. */
+static dt_status dt__ps_begin_save(dt_ps *ps, const char *dir, int64_t clock, int64_t *place) {
+    dt_ctx *ctx = ps->ctx;
+    char name[64], path[DT__PATH_BYTES + 64], folder[DT__PATH_BYTES + 80], lock_text[DT__LOCK_TEXT];
+    dt__ckpt_id id, known = strcmp(dir, ps->dir) == 0 ? ps->newest_known : dt__ckpt_none;
+    if (!ctx->io.make_folder || !ctx->io.list_folder || !ctx->io.lock || !ctx->io.remove_folder)
+        return dt_fail(ctx, DT_ERR_UNSUPPORTED,
+            "dt_ps_save: the io table has no folders: make, list, lock and remove_folder");
+    if (!ps->lock || strcmp(ps->lock->path[DT__DIR], dir) != 0) {
+        dt__ps_unlock(ps);
+        ps->lock = (dt__files *)dt__host_zeroed(ctx, sizeof *ps->lock, "dt_ps_save");
+        if (!ps->lock) return dt_error(ctx);
+        dt__files_init(ctx, ps->lock);
+        snprintf(ps->lock->path[DT__DIR], DT__PATH_BYTES, "%s", dir);
+        dt__dir_lock(ctx, ps->lock, lock_text);
+    }
+    dt__writer *w = &ps->lock->writer;
+    if (dt__writer_check(ctx, w, "dt_ps_save") != DT_OK ||
+        dt__snapshot_name(ctx, "dt_ps_save", dir, known, clock, &id) != DT_OK)
+        return dt_error(ctx);
+    place[0] = id.repeat;
+    place[1] = dt__snapshot_number(ctx);
+    dt__ckpt_name(id, name, sizeof name);
+    snprintf(path, sizeof path, "%s/%s", dir, name);
+    dt__snapshot_temporary(folder, sizeof folder, path, place[1]);
+    dt__writer_make_folder(w, folder);
+    return dt__writer_check(ctx, w, "dt_ps_save");
+}
+
+/* Notes that a table is as in the snapshot `id`: a delta lists what changes from here on. */
+static void dt__ps_saved(dt_table *t, dt__ckpt_id id) {
+    t->saved = id;
+    t->saved_clock = t->stats.clock;
+    t->n_removed = 0;
+    t->dir[0] = 0; /* dt_table_save and dt_table_load set it */
+}
+
+static void dt__ps_part_path(dt__snapshot_file *s, const char *folder, int owner, int table) {
+    snprintf(s->path, sizeof s->path, "%s/owner-%d-table-%d.bin", folder, owner, table);
+}
+
+/* Writes this owner's part of a table. */
+static dt_status dt__ps_write_part(
+    dt_ps *ps, int table, const char *dir, const char *folder, int delta) {
+    dt__snapshot_file s;
+    char copy[DT__PATH_BYTES];
+    dt_table *t = ps->tables[table].table;
+    if (dt__snapshot_begin(&s, t, "dt_ps_save", dir, copy) == DT_OK) {
+        s.h.delta = delta;
+        s.h.clock = t->stats.clock;
+        s.h.shrinks = t->shrinks;
+        s.since = delta ? t->saved_clock : INT64_MIN;
+        dt__ps_part_path(&s, folder, ps->rank - ps->first_owner, table);
+        dt__snapshot_write(&s);
+        dt__writer_check(ps->ctx, &s.writer, "dt_ps_save");
+    }
+    dt__snapshot_end(&s);
+    return dt_error(ps->ctx);
+}
+
+/* The first owner, when all parts are on the disk: writes ps.bin and renames the folder. */
+static dt_status dt__ps_commit(dt_ps *ps, const char *folder, const char *final, int delta) {
+    dt__ps_snapshot h;
+    char path[DT__PATH_BYTES + 96];
+    dt__writer *w = &ps->lock->writer;
+    memset(&h, 0, sizeof h);
+    memcpy(h.magic, dt__ps_magic, sizeof h.magic);
+    h.owners = ps->owners;
+    h.tables = ps->n_tables;
+    h.delta = delta;
+    h.step = delta ? ps->saved.step : -1;
+    h.repeat = delta ? ps->saved.repeat : 0;
+    h.digest = dt__digest(1, &h, sizeof h);
+    snprintf(path, sizeof path, "%s/%s", folder, dt__ps_file);
+    int fd = dt__writer_create(w, path, 0);
+    if (fd >= 0) {
+        dt__writer_write(w, path, fd, &h, sizeof h, 0);
+        dt__writer_sync_close(w, path, fd);
+    }
+    dt__writer_sync_folder(w, folder, 0);
+    dt__writer_rename(w, folder, final, 0);
+    return dt__writer_check(ps->ctx, w, "dt_ps_save");
+}
+
+/* Reads ps.bin of the snapshot `id`. Returns 1 if it is intact. */
+static int dt__ps_read_header(dt_ps *ps, const char *dir, dt__ckpt_id id, dt__ps_snapshot *h) {
+    const dt_io *io = &ps->ctx->io;
+    char name[64], path[DT__PATH_BYTES + 96];
+    int end = 0, good = 0;
+    dt__ckpt_name(id, name, sizeof name);
+    snprintf(path, sizeof path, "%s/%s/%s", dir, name, dt__ps_file);
+    int fd = dt__open(io, path, DT_IO_READ);
+    if (fd >= 0) {
+        good = dt__io_transfer(io, fd, 0, h, sizeof *h, 0, &end) == (int64_t)sizeof *h;
+        if (!good && !end) dt__io_fail(ps->ctx, "dt_ps_load: %s", path);
+        io->close(io->user, fd);
+    } else if (!dt__io_absent()) {
+        dt__io_fail(ps->ctx, "dt_ps_load: %s", path);
+    }
+    if (!good) return 0;
+    uint64_t digest = h->digest;
+    h->digest = 0;
+    return digest == dt__digest(1, h, sizeof *h) && memcmp(h->magic, dt__ps_magic, 16) == 0;
+}
+
+/* The first owner: keeps the newest `keep` bases with their deltas, and removes older snapshots. */
+static void dt__ps_keep(dt_ps *ps, const char *dir, int keep) {
+    dt__ckpt_id at = dt__ckpt_last;
+    dt__ps_snapshot h;
+    char name[64], base[DT__PATH_BYTES + 64];
+    for (int bases = 0; bases < keep;) {
+        if (dt__newest_below(&ps->ctx->io, dir, at, &at) != 0 || at.step < 0) return;
+        bases += dt__ps_read_header(ps, dir, at, &h) && !h.delta;
+    }
+    dt__ckpt_name(at, name, sizeof name);
+    snprintf(base, sizeof base, "%s/%s", dir, name);
+    dt__ckpt_remove_old(&ps->ctx->io, base, 1);
+}
+
+/* [collective: owners] Saves a snapshot. */
+static dt_status dt__ps_write(dt_ps *ps, const char *dir, dt_ps_save_desc d, int64_t clock) {
+    const int is_first = ps->rank == ps->first_owner;
+    int delta = d.delta != 0;
+    int64_t place[2] = { 0, 0 };
+    char name[64], final[DT__PATH_BYTES + 64], folder[DT__PATH_BYTES + 80];
+    for (int i = 0; i < ps->n_tables && delta; i++)
+        if (ps->saved.step < 0 || strcmp(dir, ps->dir) != 0 || ps->tables[i].table->dir[0])
+            return dt_fail(ps->ctx, DT_ERR_ARG,
+                "dt_ps_save: a delta needs a snapshot, saved to or loaded from %s before", dir);
+    if (is_first) dt__ps_begin_save(ps, dir, clock, place);
+    if (dt_broadcast(ps->owner_comm, place, 2, DT_I64, 0) != DT_OK) return dt_error(ps->ctx);
+    dt__ckpt_id id = { clock, (int)place[0] };
+    dt__ckpt_name(id, name, sizeof name);
+    snprintf(final, sizeof final, "%s/%s", dir, name);
+    dt__snapshot_temporary(folder, sizeof folder, final, place[1]);
+    for (int i = 0; i < ps->n_tables && dt_error(ps->ctx) == DT_OK; i++)
+        dt__ps_write_part(ps, i, dir, folder, delta);
+    int written = dt_barrier(ps->owner_comm) == DT_OK;
+    if (written && is_first) dt__ps_commit(ps, folder, final, delta);
+    if (!written || dt_barrier(ps->owner_comm) != DT_OK) {
+        if (is_first) dt__ckpt_remove(&ps->ctx->io, folder);
+        return dt_error(ps->ctx);
+    }
+    ps->saved = id;
+    if (dt__ckpt_before(ps->newest_known, id) || strcmp(dir, ps->dir) != 0) ps->newest_known = id;
+    memcpy(ps->dir, dir, strlen(dir) + 1);
+    for (int i = 0; i < ps->n_tables; i++) dt__ps_saved(ps->tables[i].table, id);
+    if (is_first && !delta && d.keep > 0) dt__ps_keep(ps, dir, d.keep);
+    return dt_error(ps->ctx);
+}
+
+/* A server: saves when the requests of all workers have come that have not ended. */
+static void dt__ps_serve_save(dt_ps *ps) {
+    const dt__ps_request *first = NULL;
+    dt_ps_save_desc d;
+    int missing = 0;
+    for (int w = 0; w < ps->workers && !first; w++) first = ps->saves[w];
+    if (!first || dt_error(ps->ctx) != DT_OK) return;
+    for (int w = 0; w < ps->workers; w++) {
+        const dt__ps_request *r = ps->saves[w];
+        if (ps->clocks[w] == INT64_MAX) continue;
+        missing += !r;
+        if (r ? r->header.clock != first->header.clock || r->header.bytes != first->header.bytes ||
+                    memcmp(r->payload.p, first->payload.p, (size_t)r->header.bytes) != 0
+              : ps->clocks[w] > first->header.clock || ps->steps[w] != NULL) {
+            dt_fail(ps->ctx, DT_ERR_ARG,
+                "dt_ps_save: worker %d saves after %lld steps, but worker %d %s: all workers must "
+                "call it after the same step with equal arguments",
+                first->from, (long long)first->header.clock, w,
+                r ? "saves after another step or with other arguments" : "steps on");
+            return;
+        }
+    }
+    if (missing) return;
+    memcpy(&d, first->payload.p, sizeof d);
+    if (dt__ps_write(ps, first->payload.p + sizeof d, d, first->header.clock) != DT_OK) return;
+    for (int w = 0; w < ps->workers; w++) {
+        if (!ps->saves[w]) continue;
+        dt__ps_acknowledge(ps, w, 0);
+        dt__ps_recycle(ps, ps->saves[w]);
+        ps->saves[w] = NULL;
+    }
+}
+
+static dt_status dt__ps_save(dt_ps *ps, const char *dir, dt_ps_save_desc d) {
+    char copy[DT__PATH_BYTES];
+    if (dt__ps_usable(ps) != DT_OK) return dt__ps_usable(ps);
+    const char *why = dt_ps_is_server(ps) ? "this rank is a server"
+                      : ps->has_ended     ? "dt_ps_end was called"
+                      : ps->has_sums      ? "gradients are not pushed: call dt_ps_step before"
+                      : !dir              ? "dir is NULL"
+                                          : NULL;
+    if (why) return dt_fail(ps->ctx, DT_ERR_ARG, "dt_ps_save: %s", why);
+    if (dt__copy_dir(ps->ctx, "dt_ps_save", copy, dir) != DT_OK || dt__ps_await_step(ps) != DT_OK)
+        return dt_error(ps->ctx);
+    const size_t length = strlen(copy) + 1;
+    if (!ps->desc.servers) {
+        const int settings[] = { d.delta != 0, d.keep };
+        uint64_t digest = dt__digest(dt__digest(1, settings, sizeof settings), copy, length);
+        return dt__ps_compare(ps, "dt_ps_save: an argument", digest) == DT_OK
+                   ? dt__ps_write(ps, copy, d, ps->stats.clock)
+                   : dt_error(ps->ctx);
+    }
+    if (dt__ps_exchange_rest(ps) != DT_OK) return dt_error(ps->ctx);
+    char *request = dt__ps_room(ps, &ps->step, sizeof d + length, 0);
+    if (!request) return dt_error(ps->ctx);
+    memcpy(request, &d, sizeof d);
+    memcpy(request + sizeof d, copy, length);
+    for (int o = 0; o < ps->owners; o++) {
+        ps->links[o].offset = 0;
+        ps->links[o].n = sizeof d + length;
+    }
+    dt__ps_send_step(ps, DT__PS_SAVE, 0);
+    return dt__ps_await_step(ps);
+}
+
+/* ---- loading ---- */
+
+static int dt__ps_owns(uint64_t key, void *user) {
+    const dt_ps *ps = (const dt_ps *)user;
+    return ps->first_owner + dt__ps_owner(ps, key) == ps->rank;
+}
+
+/* Verifies one part of a snapshot, or applies it to the table. `newest`: it is of the snapshot at
+   the end of the chain, which has the clock and number of shrinks of the table. Returns 1 if the
+   part is intact. */
+static int dt__ps_read_part(
+    dt_ps *ps, const char *dir, const char *folder, int owner, int table, int apply, int newest) {
+    dt__snapshot_file s;
+    char copy[DT__PATH_BYTES];
+    dt_table *t = ps->tables[table].table;
+    dt_table_load_desc d;
+    int good = 0;
+    memset(&d, 0, sizeof d);
+    d.owns = dt__ps_owns;
+    d.user = ps;
+    if (dt__snapshot_begin(&s, t, "dt_ps_load", dir, copy) == DT_OK) {
+        dt__ps_part_path(&s, folder, owner, table);
+        good = dt__snapshot_open_file(&s);
+        if (good && !apply) good = dt__snapshot_verify(&s);
+        if (good && apply) good = dt__snapshot_apply(&s, &d, t->shrinks) == DT_OK;
+        if (good && newest && s.h.shrinks > t->shrinks) t->shrinks = s.h.shrinks;
+        if (good && newest && s.h.clock > t->stats.clock) t->stats.clock = s.h.clock;
+        dt__snapshot_close(&s);
+    }
+    dt__snapshot_end(&s);
+    return good;
+}
+
+/* Verifies or applies the parts of the snapshot `id` that may have keys of this owner. Returns 1 if
+   they are intact; sets *h to the snapshot's header. */
+static int dt__ps_read_parts(
+    dt_ps *ps, const char *dir, dt__ckpt_id id, dt__ps_snapshot *h, int apply, int newest) {
+    char name[64], folder[DT__PATH_BYTES + 64];
+    int good = dt__ps_read_header(ps, dir, id, h), mine = ps->rank - ps->first_owner;
+    dt__ckpt_name(id, name, sizeof name);
+    snprintf(folder, sizeof folder, "%s/%s", dir, name);
+    if (good && h->tables != ps->n_tables)
+        dt_fail(ps->ctx, DT_ERR_ARG, "dt_ps_load: %s has %d tables, this parameter server has %d",
+            folder, h->tables, ps->n_tables);
+    for (int o = 0; good && o < h->owners; o++)
+        for (int i = 0; i < ps->n_tables && good && (h->owners != ps->owners || o == mine); i++)
+            good = dt__ps_read_part(ps, dir, folder, o, i, apply, newest);
+    return good && dt_error(ps->ctx) == DT_OK;
+}
+
+/* Verifies the chain that ends in the snapshot `id`, and writes its names to `ids`, the newest one
+   first. Returns its length; 0 if a part of it is damaged. */
+static int dt__ps_chain(dt_ps *ps, const char *dir, dt__ckpt_id id, dt__ckpt_id *ids) {
+    dt__ps_snapshot h;
+    for (int i = 0; i < ps->n_tables; i++) {
+        dt_table *t = ps->tables[i].table;
+        t->shrinks = t->stats.clock = 0;
+        t->saved = dt__ckpt_none; /* a load notes no removed keys */
+    }
+    for (int n = 0; n < DT__SNAPSHOT_CHAIN;) {
+        if (!dt__ps_read_parts(ps, dir, id, &h, 0, n == 0)) return 0;
+        ids[n++] = id;
+        if (!h.delta) return n;
+        dt__ckpt_id before = { h.step, h.repeat };
+        if (!dt__ckpt_before(before, id)) return 0;
+        id = before;
+    }
+    return 0;
+}
+
+/* [collective: comm] Loads the chain that ends in the snapshot `id`. Returns 1 if it is intact on
+   all owners. */
+static int dt__ps_load_chain(dt_ps *ps, const char *dir, dt__ckpt_id id) {
+    dt__ps_snapshot h;
+    const size_t bytes = DT__SNAPSHOT_CHAIN * sizeof id;
+    dt__ckpt_id *ids = (dt__ckpt_id *)dt_alloc(ps->ctx, DT_MEM_HOST, bytes, "a chain of snapshots");
+    const int is_owner = dt__ps_is_owner(ps);
+    int n = is_owner && ids ? dt__ps_chain(ps, dir, id, ids) : 0;
+    double damaged = is_owner && n == 0;
+    dt_sum_doubles(ps->comm, &damaged, 1);
+    for (int i = 0; i < ps->n_tables && n > 0 && damaged == 0; i++)
+        dt__table_clear(ps->tables[i].table);
+    while (n-- > 0 && damaged == 0 && dt_error(ps->ctx) == DT_OK)
+        dt__ps_read_parts(ps, dir, ids[n], &h, 1, 0);
+    dt_free(ps->ctx, DT_MEM_HOST, ids, bytes);
+    return damaged == 0 && dt_barrier(ps->comm) == DT_OK;
+}
+
+static int64_t dt__ps_load(dt_ps *ps, const char *dir) {
+    char copy[DT__PATH_BYTES], name[64];
+    if (dt__ps_usable(ps) != DT_OK) return -1;
+    if (!dir || ps->stats.clock > 0 || ps->has_sums || ps->has_ended || !ps->ctx->io.list_folder)
+        return dt_fail(ps->ctx, DT_ERR_ARG, "dt_ps_load: %s",
+                   !dir                       ? "dir is NULL"
+                   : !ps->ctx->io.list_folder ? "the io table has no list_folder"
+                                              : "it must come before the first step"),
+               -1;
+    if (dt__copy_dir(ps->ctx, "dt_ps_load", copy, dir) != DT_OK) return -1;
+    dt__ckpt_id at = dt__ckpt_last, newest = dt__ckpt_none;
+    for (int found = 0; !found;) {
+        if (ps->rank == ps->first_owner && dt__newest_below(&ps->ctx->io, copy, at, &at) != 0 &&
+            !dt__io_absent())
+            dt__io_fail(ps->ctx, "dt_ps_load: %s", copy);
+        int64_t id[2] = { at.step, at.repeat };
+        if (dt_broadcast(ps->comm, id, 2, DT_I64, ps->first_owner) != DT_OK) return -1;
+        at.step = id[0];
+        at.repeat = (int)id[1];
+        dt__ckpt_name(at, name, sizeof name);
+        if (at.step < 0 && newest.step < 0) return 0;
+        if (at.step < 0)
+            return dt_fail(ps->ctx, DT_ERR_IO, "dt_ps_load: no snapshot in %s is intact", copy), -1;
+        if (newest.step < 0) newest = at;
+        found = dt__ps_load_chain(ps, copy, at);
+        if (dt_error(ps->ctx) != DT_OK) return -1;
+        if (!found && ps->rank == ps->first_owner)
+            dt_log(ps->ctx, DT_LOG_NOTICE,
+                "dt_ps_load: %s/%s or a snapshot that it needs is damaged", copy, name);
+    }
+    ps->saved = at;
+    ps->newest_known = newest;
+    memcpy(ps->dir, copy, strlen(copy) + 1);
+    for (int i = 0; i < ps->n_tables; i++) dt__ps_saved(ps->tables[i].table, at);
+    for (int w = 0; w < ps->workers; w++) ps->clocks[w] = at.step;
+    ps->applied = at.step;
+    if (!dt_ps_is_server(ps)) ps->stats.clock = at.step;
+    return at.step;
+}
+
+/* ---- call sites ---- */
+
+dt_ps *dt_ps_here(dt_ps *ps, const char *file, int line) {
+    if (ps) dt_ctx_here(ps->ctx, file, line);
+    return ps;
+}
+
+DT__DEFINE_AT_SITE(dt_ps *, ps_make, ctx, (dt_ctx * ctx, dt_ps_desc desc), ctx, desc)
+int(dt_ps_table)(dt_ps *ps, dt_table_desc desc) { /* dt__ps_table is a type */
+    dt_site outer = dt__site_open(ps ? ps->ctx : NULL);
+    int number = dt__ps_table_add(ps, desc);
+    dt__site_close(ps ? ps->ctx : NULL, outer);
+    return number;
+}
+DT__DEFINE_AT_SITE(dt_status, ps_serve, ps ? ps->ctx : NULL, (dt_ps * ps), ps)
+DT__DEFINE_AT_SITE(dt_ps_pull *, ps_pull_start, ps ? ps->ctx : NULL,
+    (dt_ps * ps, int table, const uint64_t *keys, size_t n, void *rows), ps, table, keys, n, rows)
+DT__DEFINE_AT_SITE(
+    dt_status, ps_wait, ps ? ps->ctx : NULL, (dt_ps * ps, dt_ps_pull *pull), ps, pull)
+DT__DEFINE_AT_SITE(dt_tensor *, ps_embedding, ps ? ps->ctx : NULL,
+    (dt_ps * ps, int table, const uint64_t *keys, dt_shape shape), ps, table, keys, shape)
+DT__DEFINE_AT_SITE(int, ps_dense, ps ? ps->ctx : NULL,
+    (dt_ps * ps, dt_table_desc desc, dt_shape shape), ps, desc, shape)
+DT__DEFINE_AT_SITE(
+    dt_tensor *, ps_dense_read, ps ? ps->ctx : NULL, (dt_ps * ps, int table), ps, table)
+DT__DEFINE_AT_SITE(dt_status, ps_prefetch, ps ? ps->ctx : NULL,
+    (dt_ps * ps, int table, const uint64_t *keys, size_t n), ps, table, keys, n)
+DT__DEFINE_AT_SITE(dt_status, ps_add, ps ? ps->ctx : NULL,
+    (dt_ps * ps, int table, const uint64_t *keys, size_t n, const void *grads), ps, table, keys, n,
+    grads)
+DT__DEFINE_AT_SITE(dt_status, ps_step, ps ? ps->ctx : NULL, (dt_ps * ps, double lr), ps, lr)
+DT__DEFINE_AT_SITE(dt_status, ps_end, ps ? ps->ctx : NULL, (dt_ps * ps), ps)
+DT__DEFINE_AT_SITE(dt_status, ps_save, ps ? ps->ctx : NULL,
+    (dt_ps * ps, const char *dir, dt_ps_save_desc desc), ps, dir, desc)
+DT__DEFINE_AT_SITE(int64_t, ps_load, ps ? ps->ctx : NULL, (dt_ps * ps, const char *dir), ps, dir)
 
 #ifdef __cplusplus
 }
@@ -10283,7 +11419,7 @@ DT__CPP_WARNINGS_ON
              ranks are also macros, which record the call site for errors. New: parameter groups
              (dt_zero_desc.groups, dt_zero_step_groups), dt_zero_freeze, Muon, EMA of the weights
              (dt_zero_swap_ema), outlier steps (dt_outlier_z, dt_zero_loss), dt_zero_grad_full,
-             sparse tables (dt_table_make),
+             sparse tables (dt_table_make), the parameter server (dt_ps_make, dt_ps_formula),
              dt_weight_map.groups, dt_checkpoint_desc.convert_dtype and grows
      0.1.0   AdamW, Adam, SGD, 1-bit Adam, a custom optimizer; ZeRO 0 to 3; offload; loss scaling;
              clipping; learning rates; formulas; checkpoints; export of weights

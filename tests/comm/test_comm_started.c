@@ -530,7 +530,48 @@ static dt_status full_pair_rank(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
+/* A server that waits for requests waits longer than the timeout. */
+static dt_status idle_rank(dt_ctx *ctx, void *user) {
+    dt_comm *world = dt_world(ctx);
+    int me = dt_comm_rank(world), from = -1, x = 7, y = 0;
+    const int leaves = *(const int *)user; /* 1: rank 1 never sends */
+    if (me == 0) {
+        dt_work *work = dt_recv_any_start(world, &y, 1, DT_I32, 5, &from);
+        dt_wait_idle(ctx, work);
+        CHECK(leaves || (y == 7 && from == 1));
+    } else {
+        usleep(900000);                  /* three times the timeout */
+        if (leaves == 2) raise(SIGKILL); /* only for processes */
+        if (!leaves) dt_send(world, &x, 1, DT_I32, 0, 5);
+    }
+    return dt_error(ctx);
+}
+
+static void unheard(void *user, int level, int rank, const char *text) {
+    (void)user, (void)level, (void)rank, (void)text;
+}
+
+/* The wait ends when the last peer ends or dies, and names it. */
+static void test_idle(void) {
+    for (int i = 0; i < 5; i++) {
+        int leaves = i / 2;
+        dt_report report;
+        dt_host host = *dt_host_default();
+        host.log = unheard;
+        memset(&report, 0, sizeof report);
+        dt_status status = dt_run((dt_run_desc){ .ranks = 2,
+                                      .backend = i % 2 == 0 ? DT_BACKEND_PROCS : DT_BACKEND_THREADS,
+                                      .timeout_s = 0.3,
+                                      .host = &host,
+                                      .report = &report },
+            idle_rank, &leaves);
+        CHECK_MSG(leaves ? status != DT_OK && strstr(report.text, "rank 1") : status == DT_OK,
+            "idle wait, case %d: status %d, %s", i, (int)status, report.text);
+    }
+}
+
 static void test_messages(void) {
+    test_idle();
     for (int procs = 0; procs < 2; procs++) {
         run_well_on(procs, 3, any_rank, NULL);
         for (int n = 2; n <= 5; n++) run_well_on(procs, n, many_senders_rank, NULL);

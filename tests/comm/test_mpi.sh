@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# test_mpi.sh - the MPI backend with each MPI that is installed: mpi_ranks.c, mpi_mismatch.c and train_gpt under mpirun
+# test_mpi.sh - the MPI backend with each MPI that is installed: mpi_ranks.c, mpi_mismatch.c, mpi_ps.c and train_gpt under
+# mpirun
 #
 # Open MPI and MPICH may be installed side by side, as mpicc.openmpi and mpicc.mpich; else there is one mpicc. Ranks
 # outnumber the cores here. mpi_ranks is built with DT__MPI_MAX_BYTES=5000, so that messages which are too long for MPI's
@@ -15,7 +16,7 @@ export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 TFLAGS="${TFLAG
 export CFLAGS="${MPI_CFLAGS:--O0 -Wall -Wextra}"
 export OMPI_MCA_btl_vader_single_copy_mechanism=none    # as in most containers: 4 KiB then need their sender's help
 LONGEST=120
-programs="mpi_ranks mpi_mismatch train_gpt"
+programs="mpi_ranks mpi_mismatch mpi_ps train_gpt"
 case $1 in
 ranks) programs=mpi_ranks FULL=no LONGEST=30 ;;
 mismatches) programs=mpi_mismatch FULL=no ;;
@@ -98,6 +99,13 @@ mismatches() {
     done
 }
 
+# A parameter server trains, saves, loads and goes on.
+servers() {
+    "$D/$mpi/mpi_ps" "$D/threads.ps" threads >"$D/threads"
+    run 4 "$D/$mpi/mpi_ps" "$D/mpi.ps" && [ -s "$D/threads" ] && grep -qxF "$(cat "$D/threads")" "$D/out"
+    report $? "a parameter server: the bits of threads, $(cat "$D/threads")"
+}
+
 kill_one() { # kill_one VICTIM: of 4 ranks of train_gpt, in the middle of its steps; the status of mpirun
     local i
     (
@@ -157,6 +165,7 @@ all_tests() { # with $mpi, $mpicc and $mpirun; the last line is "PASSED FAILED"
     report $? "$programs: built without a warning"
     [ -x "$D/$mpi/mpi_ranks" ] && ranks
     [ -x "$D/$mpi/mpi_mismatch" ] && mismatches
+    [ -x "$D/$mpi/mpi_ps" ] && servers
     [ -x "$D/$mpi/train_gpt" ] && train
     echo "$passed $failed"
 }

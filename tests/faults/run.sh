@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # run.sh - what "make faults" does: the full campaigns, one after another; last line "N passed, N failed, N skipped"
 #
-# test_faults, test_mismatch, test_attack, test_fuzz, test_checkpoint_faults, test_checkpoint_kills and test_offload in
-# full, the memory promises of 500 configurations, all cases (CASES=all) of the tests that run a part of them in
+# test_faults, test_mismatch, test_attack, test_fuzz, test_checkpoint_faults, test_checkpoint_kills, test_ps_save and
+# test_offload in full, the memory promises of 500 configurations, all cases (CASES=all) of the tests that run a part of them in
 # make test, each other script in tests/faults, test_mpi.sh in full with each MPI, the compilers of test_headers.sh in
 # full, and test_tokenizer.sh with 10 MB of text and all code points. B is the folder of the programs.
 cd "$(dirname "$0")/../.." || exit 1
@@ -34,6 +34,7 @@ campaign "$B/test_attack" full
 campaign "$B/test_fuzz" full
 campaign "$B/test_checkpoint_faults" full
 campaign "$B/test_checkpoint_kills" full
+campaign env CASES=all "$B/test_ps_save" full
 campaign "$B/test_memory" 500
 for test in test_cuda test_cuda_races test_matrix test_matrix_gpu test_comm test_comm_ops test_tcp; do
     campaign env CASES=all "$B/$test"

@@ -1,7 +1,7 @@
 /* test_ps.c - the parameter server of dt_zero.h against data parallelism
 
-   The oracle of synchronous training is data parallelism: the same model with dt_embedding, a dense
-   parameter and ZeRO-0, whose custom optimizers state Adagrad and FTRL by themselves. All rows must
+   The oracle of synchronous training is data parallelism: the same model with dt_embedding, dense
+   parameters and ZeRO-0, whose custom optimizers state Adagrad and FTRL by themselves. All rows must
    agree in every bit, for any number of workers and servers, owned and served, threads and
    processes. */
 #ifndef _GNU_SOURCE
@@ -13,6 +13,7 @@
 #include <sys/wait.h>
 
 enum { ROWS = 40, WIDTH = 5, BATCH = 6, SLOTS = 3, STEPS = 5, MAX_WORKERS = 4 };
+enum { HIDDEN = 420, DENSE = WIDTH * HIDDEN }; /* a dense parameter of three runs */
 
 typedef struct training {
     int workers, servers; /* servers < 0: the oracle */
@@ -20,7 +21,14 @@ typedef struct training {
     int optimizer, micros, twice; /* twice: two lookups of the table in each micro-batch */
     int steps[MAX_WORKERS];       /* of each worker */
     int delays;                   /* 1: random sleeps between steps */
-    float rows[ROWS * WIDTH];     /* the result */
+    int dense;                    /* 1: also two dense parameters and a bias */
+    int disjoint;                 /* 1: no key belongs to two workers */
+    int prefetch;                 /* 1: each step prefetches for the next one */
+    int geo_steps;
+    double geo_scale;
+    float server_rows[ROWS * WIDTH]; /* of the only server, when all workers have ended */
+    float rows[ROWS * WIDTH];        /* the result */
+    float weights[2 * DENSE + HIDDEN];
     dt_ps_stats stats[MAX_WORKERS], server;
 } training;
 
@@ -29,12 +37,15 @@ static void no_log(void *user, int level, int rank, const char *text) {
 }
 
 /* Keys of one lookup: skewed, so that they repeat within a batch and between workers. */
-static void draw_keys(uint64_t *keys, int32_t *ids, int worker, int step, int micro, int lookup) {
+static void draw_keys(
+    const training *t, uint64_t *keys, int32_t *ids, int worker, int step, int micro, int lookup) {
     uint32_t x = (uint32_t)(worker * 7919 + step * 104729 + micro * 1299709 + lookup * 611953 + 1);
     for (int i = 0; i < BATCH * SLOTS; i++) {
         x = x * 1664525u + 1013904223u;
         int k = (int)((x >> 16) % ROWS);
         ids[i] = k % 3 ? k : k % 7;
+        if (t->disjoint) ids[i] = ids[i] / t->workers * t->workers + worker;
+        if (ids[i] >= ROWS) ids[i] -= t->workers;
         keys[i] = (uint64_t)ids[i];
     }
 }
@@ -83,10 +94,26 @@ static dt_table_desc table_desc(const training *t) {
 
 typedef struct model {
     training *t;
-    dt_tensor *param;
+    dt_tensor *param, *dense[3];
     dt_ps *ps;
-    int table;
+    int table, tables[3];
 } model;
+
+static const char *const dense_names[] = { "up", "bias", "down" };
+static dt_shape dense_shape(int i) {
+    if (i == 1) return DT_SHAPE(HIDDEN);
+    return i == 0 ? DT_SHAPE(HIDDEN, WIDTH) : DT_SHAPE(WIDTH, HIDDEN);
+}
+static float *dense_values(training *t, int i) {
+    return t->weights + (i == 0 ? 0 : i == 1 ? 2 * DENSE : DENSE);
+}
+static dt_init dense_init(const training *t) {
+    return t->optimizer == DT_TABLE_FTRL ? DT_ZEROS : DT_NORMAL(0.3);
+}
+
+static dt_tensor *dense(const model *m, int i) {
+    return m->ps ? dt_ps_dense_read(m->ps, m->tables[i]) : m->dense[i];
+}
 
 static dt_tensor *lookup(dt_ctx *ctx, const model *m, const uint64_t *keys, const int32_t *ids) {
     if (m->ps) return dt_ps_embedding(m->ps, m->table, keys, DT_SHAPE(BATCH, SLOTS));
@@ -99,11 +126,17 @@ static void backward(dt_ctx *ctx, const model *m, int worker, int step, int micr
     float want[BATCH * SLOTS * WIDTH];
     for (int i = 0; i < BATCH * SLOTS * WIDTH; i++)
         want[i] = (float)((i * 37 + worker * 11 + step * 5 + micro * 3) % 23) / 16 - 0.6f;
-    draw_keys(keys, ids, worker, step, micro, 0);
+    draw_keys(m->t, keys, ids, worker, step, micro, 0);
     dt_tensor *x = lookup(ctx, m, keys, ids);
     if (m->t->twice) {
-        draw_keys(keys, ids, worker, step, micro, 1);
+        draw_keys(m->t, keys, ids, worker, step, micro, 1);
         x = dt_mul(dt_tanh(x), lookup(ctx, m, keys, ids));
+    }
+    if (m->t->dense && step != 2) { /* in step 2 the dense parameters have no gradients */
+        dt_tensor *up = dense(m, 0), *down = dense(m, 2);
+        /* the sum and the sigmoid: all gradients differ from 0 also if all weights begin with 0 */
+        x = dt_add(x, dt_linear(dt_sigmoid(dt_linear(x, up, dense(m, 1))), down, NULL));
+        if (m->t->twice) x = dt_add(x, dt_linear(dt_tanh(dt_linear(x, up, NULL)), down, NULL));
     }
     dt_tensor *y = dt_input(ctx, DT_F32, DT_SHAPE(BATCH, SLOTS, WIDTH), want);
     dt_backward(dt_mse(dt_tanh(x), y, 40));
@@ -115,6 +148,18 @@ static void sleep_some(unsigned *seed) {
     if (kind > 1) usleep((*seed >> 18) % (kind == 2 ? 300 : 3000));
 }
 
+/* Prefetches for a step what its first micro-batch reads. */
+static void prefetch(const model *m, int worker, int step) {
+    uint64_t keys[BATCH * SLOTS];
+    int32_t ids[BATCH * SLOTS];
+    for (int lookup = m->t->twice; lookup >= 0; lookup--) { /* not in the order of the pulls */
+        draw_keys(m->t, keys, ids, worker, step, 0, lookup);
+        dt_ps_prefetch(m->ps, m->table, keys, BATCH * SLOTS);
+    }
+    for (int i = 0; i < 2 && m->t->dense && step != 2; i++)
+        dt_ps_prefetch(m->ps, m->tables[i], NULL, 0);
+}
+
 static void steps(dt_ctx *ctx, model *m, dt_zero *zero, int worker) {
     training *t = m->t;
     unsigned seed = (unsigned)(worker + t->delays * 977);
@@ -122,6 +167,8 @@ static void steps(dt_ctx *ctx, model *m, dt_zero *zero, int worker) {
         if (t->delays) sleep_some(&seed);
         for (int micro = 0; micro < t->micros; micro++) {
             dt_micro(ctx, micro, t->micros);
+            if (t->prefetch && micro + 1 == t->micros && step + 1 < t->steps[worker])
+                prefetch(m, worker, step + 1);
             backward(ctx, m, worker, step, micro);
             dt_reset(ctx);
         }
@@ -134,7 +181,12 @@ static void steps(dt_ctx *ctx, model *m, dt_zero *zero, int worker) {
 
 static dt_status train_dp(dt_ctx *ctx, training *t) {
     int custom = t->optimizer != DT_TABLE_SGD;
-    model m = { t, dt_param(ctx, "emb", DT_SHAPE(ROWS, WIDTH), table_desc(t).init), NULL, 0 };
+    model m;
+    memset(&m, 0, sizeof m);
+    m.t = t;
+    m.param = dt_param(ctx, "emb", DT_SHAPE(ROWS, WIDTH), table_desc(t).init);
+    for (int i = 0; i < 3 && t->dense; i++)
+        m.dense[i] = dt_param(ctx, dense_names[i], dense_shape(i), dense_init(t));
     dt_zero_desc d;
     memset(&d, 0, sizeof d);
     d.optimizer = custom ? DT_OPTIMIZER_CUSTOM : DT_SGD;
@@ -142,6 +194,8 @@ static dt_status train_dp(dt_ctx *ctx, training *t) {
     dt_zero *zero = dt_zero_make(ctx, d);
     steps(ctx, &m, zero, dt_comm_rank(dt_world(ctx)));
     if (dt_ctx_rank(ctx) == 0) dt_read(m.param, t->rows);
+    for (int i = 0; i < 3 && t->dense && dt_ctx_rank(ctx) == 0; i++)
+        dt_read(m.dense[i], dense_values(t, i));
     return dt_error(ctx);
 }
 
@@ -154,19 +208,36 @@ static void read_rows(dt_ps *ps, int table, float *rows) {
 static dt_status train_ps(dt_ctx *ctx, training *t) {
     int rank = dt_ctx_rank(ctx);
     float rows[ROWS * WIDTH];
-    model m = { t, NULL,
-        dt_ps_make(
-            ctx, (dt_ps_desc){ .servers = t->servers, .mode = t->mode, .staleness = t->staleness }),
-        0 };
+    model m;
+    memset(&m, 0, sizeof m);
+    m.t = t;
+    m.ps = dt_ps_make(ctx, (dt_ps_desc){ .servers = t->servers,
+                               .mode = t->mode,
+                               .staleness = t->staleness,
+                               .geo_steps = t->geo_steps,
+                               .geo_scale = t->geo_scale });
     m.table = dt_ps_table(m.ps, table_desc(t));
+    for (int i = 0; i < 3 && t->dense; i++) {
+        dt_table_desc d = table_desc(t);
+        d.name = dense_names[i];
+        d.init = dense_init(t);
+        m.tables[i] = dt_ps_dense(m.ps, d, dense_shape(i));
+    }
     if (dt_ps_is_server(m.ps)) {
         dt_ps_serve(m.ps);
         if (rank == t->workers) t->server = dt_ps_info(m.ps);
+        uint64_t keys[ROWS];
+        for (int i = 0; i < ROWS; i++) keys[i] = (uint64_t)i;
+        if (t->servers == 1) dt_table_pull(dt_ps_owned(m.ps, m.table), keys, ROWS, t->server_rows);
         return dt_error(ctx);
     }
     steps(ctx, &m, NULL, rank);
     if (t->mode == DT_PS_SYNC || t->staleness == 0) read_rows(m.ps, m.table, rows);
     if (rank == 0) memcpy(t->rows, rows, sizeof rows);
+    for (int i = 0; i < 3 && t->dense; i++) {
+        const dt_tensor *x = dt_ps_dense_read(m.ps, m.tables[i]);
+        if (rank == 0) dt_read(x, dense_values(t, i));
+    }
     t->stats[rank] = dt_ps_info(m.ps);
     dt_ps_end(m.ps);
     return dt_error(ctx);
@@ -217,17 +288,22 @@ static void test_equals_dp(dt_backend backend, int most_servers) {
             for (int twice = 0; twice < 2; twice++) {
                 int micros = 1 + 2 * twice;
                 training dp = make(workers, -1, optimizers[o], micros, twice);
+                dp.dense = 1;
                 if (run(&dp, backend) != DT_OK) continue;
                 for (int servers = 0; servers <= most_servers; servers++) {
                     training t = make(workers, servers, optimizers[o], micros, twice);
+                    t.dense = 1;
                     if (run(&t, backend) != DT_OK) continue;
-                    int different = 0;
+                    int different = 0, others = 0;
                     for (int i = 0; i < ROWS * WIDTH; i++)
                         different += memcmp(&t.rows[i], &dp.rows[i], sizeof t.rows[i]) != 0;
-                    CHECK_MSG(different == 0,
-                        "%d of %d numbers differ from data parallelism: %d workers, %d servers, "
-                        "optimizer %d, %d micro-batches",
-                        different, ROWS * WIDTH, workers, servers, optimizers[o], micros);
+                    for (int i = 0; i < 2 * DENSE + HIDDEN; i++)
+                        others += memcmp(&t.weights[i], &dp.weights[i], sizeof t.weights[i]) != 0;
+                    CHECK_MSG(different + others == 0,
+                        "%d of %d numbers of the table and %d of %d dense ones differ from data "
+                        "parallelism: %d workers, %d servers, optimizer %d, %d micro-batches",
+                        different, ROWS * WIDTH, others, 2 * DENSE + HIDDEN, workers, servers,
+                        optimizers[o], micros);
                 }
             }
 }
@@ -243,6 +319,7 @@ typedef struct counting {
     int64_t over;  /* answers whose clocks say more than `staleness` */
     double wait_s; /* worker 0 waits so long before its second step */
     const char *record, *replay;
+    int prefetch;                            /* 1: each pull but the first is prefetched */
     float seen[MAX_WORKERS][8][MAX_WORKERS]; /* what each pull of each worker saw */
 } counting;
 
@@ -253,9 +330,12 @@ static dt_status count_steps(dt_ctx *ctx, void *user) {
     uint64_t keys[MAX_WORKERS] = { 0, 1, 2, UINT64_MAX },
              mine = keys[rank < MAX_WORKERS ? rank : 0];
     float rows[MAX_WORKERS] = { 0 }, one = -1;
+    const int is_bounded = c->mode == DT_PS_SYNC || c->mode == DT_PS_SSP;
     dt_ps *ps = dt_ps_make(ctx, (dt_ps_desc){ .servers = c->servers,
                                     .mode = c->mode,
                                     .staleness = c->staleness,
+                                    .geo_steps = c->mode == DT_PS_GEO ? 2 : 0,
+                                    .geo_scale = 1,
                                     .record = c->record,
                                     .replay = c->replay });
     int table = dt_ps_table(ps, (dt_table_desc){ .name = "steps", .width = 1 });
@@ -275,16 +355,17 @@ static dt_status count_steps(dt_ctx *ctx, void *user) {
         memcpy(c->seen[rank][step], rows, sizeof rows);
         for (int w = 0; w < c->workers; w++) {
             int late = step - (int)rows[w];
-            if (c->mode != DT_PS_ASYNC && late > c->staleness)
+            if (is_bounded && late > c->staleness)
                 __atomic_fetch_add(&c->too_old, 1, __ATOMIC_RELAXED);
             if (w == rank && late != 0) __atomic_fetch_add(&c->own, 1, __ATOMIC_RELAXED);
             if (late > c->farthest[rank]) c->farthest[rank] = late;
         }
         dt_ps_add(ps, table, &mine, 1, &one);
+        if (c->prefetch) dt_ps_prefetch(ps, table, keys, (size_t)c->workers);
         dt_ps_step(ps, 1);
     }
     dt_ps_end(ps);
-    for (int i = c->staleness + 1; i < DT_PS_HISTOGRAM && c->mode != DT_PS_ASYNC; i++)
+    for (int i = c->staleness + 1; i < DT_PS_HISTOGRAM && is_bounded; i++)
         __atomic_fetch_add(&c->over, dt_ps_info(ps).staleness[i], __ATOMIC_RELAXED);
     return dt_error(ctx);
 }
@@ -314,12 +395,14 @@ static void test_bound(dt_backend backend, int runs) {
         c.mode = kind == 3 ? DT_PS_ASYNC : DT_PS_SSP;
         c.staleness = kind == 3 ? 0 : kind;
         c.seed = (unsigned)i + 1;
+        c.prefetch = i / 4 % 2;
         dt_status status = run_counting(&c, backend, 60, NULL, &report);
         CHECK_MSG(status == DT_OK, "run %d: %s", i, report.text);
         CHECK_MSG(c.too_old == 0 && c.own == 0 && c.over == 0 && c.wrong_totals == 0,
-            "run %d, staleness %d: %d numbers too old, %d own steps missing, %d answers that say "
+            "run %d, staleness %d, prefetch %d: %d numbers too old, %d own steps missing, %d "
+            "answers that say "
             "so, %d wrong totals",
-            i, c.staleness, c.too_old, c.own, (int)c.over, c.wrong_totals);
+            i, c.staleness, c.prefetch, c.too_old, c.own, (int)c.over, c.wrong_totals);
         for (int w = 0; w < c.workers; w++)
             if (c.farthest[w] > farthest[kind]) farthest[kind] = c.farthest[w];
     }
@@ -337,8 +420,10 @@ static void test_replay(void) {
         snprintf(command, sizeof command, "rm -f %s.*", path);
         counting a = { .workers = 3, .servers = 1 + i % 2, .steps = 8, .seed = (unsigned)i + 1 };
         dt_report report;
-        a.mode = i % 3 ? DT_PS_ASYNC : DT_PS_SSP;
+        static const int modes[] = { DT_PS_SSP, DT_PS_ASYNC, DT_PS_GEO };
+        a.mode = modes[i % 3];
         a.staleness = i % 3 ? 0 : 2;
+        a.prefetch = i % 2;
         counting b = a, c = a;
         a.record = b.replay = path;
         b.seed = c.seed = 1000 + (unsigned)i;
@@ -392,7 +477,7 @@ static dt_status misuse(dt_ctx *ctx, void *user) {
     uint64_t key = 7;
     float value[2] = { 1, kind == BAD_NAN && rank == 1 ? NAN : 2 }, rows[8][2];
     dt_ps_desc d = { .servers = kind == BAD_SERVERS ? 3 : 1,
-        .mode = kind == BAD_MODE ? 3 : DT_PS_SYNC,
+        .mode = kind == BAD_MODE ? 4 : DT_PS_SYNC,
         .staleness = kind == BAD_STALENESS,
         .credits = kind == BAD_SETTING ? 2 + rank : 0 };
     dt_ps *ps = dt_ps_make(ctx, d);
@@ -453,7 +538,8 @@ static dt_status two_micros(dt_ctx *ctx, void *user) {
     dt_micro(ctx, 1, 2);
     dt_ps_add(ps, table, key, 2, second);
     dt_ps_step(ps, 1);
-    dt_ps_wait(ps, dt_ps_pull_start(ps, table, key, 1, user));
+    for (int i = 0; i < 2 * DT_PS_CREDITS; i++)
+        dt_ps_wait(ps, dt_ps_pull_start(ps, table, key, 1, user));
     dt_ps_end(ps);
     return dt_error(ctx);
 }
@@ -462,6 +548,207 @@ static void test_micros(void) {
     float row = 0;
     CHECK(dt_run((dt_run_desc){ .ranks = 1 }, two_micros, &row) == DT_OK);
     CHECK_MSG(row == -1, "the row is %g after gradients 1 and (1e8 - 1e8)", (double)row);
+}
+
+/* Prefetching changes no bit, and each prefetch is taken: no key is pulled twice. */
+static void test_prefetch(void) {
+    for (int i = 0; i < 12; i++) {
+        int workers = 1 + i % 3, servers = 1 + i / 3 % 2, micros = i < 6 ? 1 : 3;
+        training a = make(workers, servers, DT_TABLE_ADAGRAD, micros, i % 2), b = a;
+        a.dense = b.dense = b.prefetch = 1;
+        b.delays = i;
+        if (run(&a, DT_BACKEND_THREADS) != DT_OK || run(&b, DT_BACKEND_THREADS) != DT_OK) continue;
+        CHECK(memcmp(a.rows, b.rows, sizeof a.rows) == 0 &&
+              memcmp(a.weights, b.weights, sizeof a.weights) == 0);
+        for (int w = 0; w < workers; w++)
+            CHECK_MSG(a.stats[w].pulled == b.stats[w].pulled, "worker %d of %d pulled %d and %d", w,
+                workers, (int)a.stats[w].pulled, (int)b.stats[w].pulled);
+    }
+}
+
+/* ---- GEO ---- */
+
+/* One worker with scale 1 is local SGD, whatever the number of steps between exchanges. */
+static void test_geo_alone(void) {
+    static const int optimizers[] = { DT_TABLE_SGD, DT_TABLE_ADAGRAD, DT_TABLE_ADAM };
+    for (int i = 0; i < 18; i++) {
+        training sync = make(1, 1, optimizers[i % 3], 1 + i % 2, 0), geo = sync;
+        sync.dense = geo.dense = 1;
+        geo.mode = DT_PS_GEO;
+        geo.servers = 1 + i / 9;
+        geo.geo_steps = 1 + i / 3 % 3;
+        if (run(&sync, DT_BACKEND_THREADS) != DT_OK || run(&geo, DT_BACKEND_THREADS) != DT_OK)
+            continue;
+        CHECK_MSG(memcmp(sync.rows, geo.rows, sizeof geo.rows) == 0 &&
+                      memcmp(sync.weights, geo.weights, sizeof geo.weights) == 0 &&
+                      (geo.servers > 1 || memcmp(sync.rows, geo.server_rows, sizeof geo.rows) == 0),
+            "one worker, %d steps between exchanges, optimizer %d: not the bits of local SGD",
+            geo.geo_steps, geo.optimizer);
+    }
+}
+
+/* Workers without a common key: with scale 1 the servers have the rows of synchronous training. */
+static void test_geo_disjoint(void) {
+    for (int i = 0; i < 12; i++) {
+        training sync = make(2 + i % 3, 1, i % 2 ? DT_TABLE_ADAGRAD : DT_TABLE_SGD, 1, 0), geo;
+        sync.disjoint = 1;
+        geo = sync;
+        geo.mode = DT_PS_GEO;
+        geo.geo_scale = 1;
+        geo.geo_steps = 1 + i / 3;
+        geo.delays = i + 1;
+        if (run(&sync, DT_BACKEND_THREADS) != DT_OK || run(&geo, DT_BACKEND_THREADS) != DT_OK)
+            continue;
+        CHECK_MSG(memcmp(sync.rows, geo.server_rows, sizeof geo.rows) == 0,
+            "%d workers with keys of their own, %d steps between exchanges: not the bits of "
+            "synchronous training",
+            geo.workers, geo.geo_steps);
+    }
+}
+
+typedef struct sharing {
+    double scale;
+    int turn;                     /* whose turn it is to step */
+    float of_server, after[2][3]; /* rows of keys 5, 6, 7 that each worker reads at last */
+} sharing;
+
+static void await_turn(sharing *s, int turn) {
+    while (__atomic_load_n(&s->turn, __ATOMIC_ACQUIRE) != turn) usleep(100);
+}
+
+/* Both workers change key 5; each one a key of its own. They exchange one after the other. */
+static dt_status share(dt_ctx *ctx, void *user) {
+    sharing *s = (sharing *)user;
+    const int rank = dt_ctx_rank(ctx);
+    uint64_t keys[3] = { 5, 6, 7 }, mine[2] = { 5, 6 + (uint64_t)rank };
+    float grads[2] = { rank ? -3 : -1, rank ? -16 : -8 };
+    dt_ps *ps = dt_ps_make(ctx,
+        (dt_ps_desc){ .servers = 1, .mode = DT_PS_GEO, .geo_steps = 2, .geo_scale = s->scale });
+    int table = dt_ps_table(ps, (dt_table_desc){ .name = "t", .width = 1 });
+    if (dt_ps_is_server(ps)) {
+        dt_ps_serve(ps);
+        dt_table_pull(dt_ps_owned(ps, table), keys, 1, &s->of_server);
+        return dt_error(ctx);
+    }
+    for (int round = 0; round < 2; round++) {
+        /* the first step before any exchange, the second one in turns */
+        if (round == 0) dt_ps_wait(ps, dt_ps_pull_start(ps, table, keys, 3, s->after[rank]));
+        for (int step = 0; step < 2; step++) {
+            if (round == 0) dt_ps_add(ps, table, mine, 2, grads);
+            if (step == 1) await_turn(s, 2 * round + rank);
+            dt_ps_step(ps, 1);
+        }
+        __atomic_store_n(&s->turn, 2 * round + rank + 1, __ATOMIC_RELEASE);
+    }
+    dt_ps_wait(ps, dt_ps_pull_start(ps, table, keys, 3, s->after[rank]));
+    dt_ps_end(ps);
+    return dt_error(ctx);
+}
+
+/* The workers' changes 2 and 6 are averaged, or with scale 1 added, and reach both workers. */
+static void test_geo_shared(void) {
+    for (int i = 0; i < 2; i++) {
+        sharing s = { .scale = i };
+        float want[3] = { i ? 8 : 4, i ? 16 : 8, i ? 32 : 16 };
+        CHECK(dt_run((dt_run_desc){ .ranks = 3, .timeout_s = 30 }, share, &s) == DT_OK);
+        CHECK_MSG(s.of_server == want[0] && memcmp(s.after[0], want, sizeof want) == 0 &&
+                      memcmp(s.after[1], want, sizeof want) == 0,
+            "scale %g: the server has %g, the workers %g %g %g and %g %g %g", s.scale,
+            (double)s.of_server, (double)s.after[0][0], (double)s.after[0][1],
+            (double)s.after[0][2], (double)s.after[1][0], (double)s.after[1][1],
+            (double)s.after[1][2]);
+    }
+}
+
+/* ---- density rule ---- */
+
+enum { MOST_KEYS = 3072 }; /* with 4 columns a multiple of 1,024 elements for up to 4 workers */
+typedef struct traffic {
+    int workers, servers, keys, width;
+    dt_dtype dtype;
+    int64_t bytes; /* that worker 0 moves in one step */
+} traffic;
+
+static double formula_size(dt_dtype type, int of_grad) {
+    return type == DT_F64 ? 8 : type == DT_BF16 && !of_grad ? 2 : 4;
+}
+
+/* One step. Without servers it is data parallelism: an all-reduce of the whole table. */
+static dt_status count_traffic(dt_ctx *ctx, void *user) {
+    traffic *c = (traffic *)user;
+    const size_t n = (size_t)c->keys, w = (size_t)c->width;
+    if (c->servers == 0) {
+        static const int32_t id = 1;
+        static const float target[4] = { 0 };
+        dt_tensor *p = dt_param_at(ctx, "t", DT_SHAPE(MOST_KEYS, c->width), DT_ZEROS,
+            (dt_param_desc){ .dtype = c->dtype });
+        dt_zero *zero = dt_zero_make(ctx, (dt_zero_desc){ .optimizer = DT_SGD });
+        size_t before = dt_comm_bytes(ctx, DT_AXIS_DP);
+        dt_tensor *row = dt_embedding(p, dt_input(ctx, DT_I32, DT_SHAPE(1), &id));
+        dt_tensor *y = dt_input(ctx, DT_F32, DT_SHAPE(1, c->width), target);
+        dt_backward(dt_mse(dt_cast(row, DT_F32), y, 1));
+        dt_zero_step(zero, 1);
+        if (dt_ctx_rank(ctx) == 0) c->bytes = (int64_t)(dt_comm_bytes(ctx, DT_AXIS_DP) - before);
+        return dt_error(ctx);
+    }
+    dt_ps *ps = dt_ps_make(ctx, (dt_ps_desc){ .servers = c->servers });
+    int table =
+        dt_ps_table(ps, (dt_table_desc){ .name = "t", .width = c->width, .dtype = c->dtype });
+    if (dt_ps_is_server(ps)) return dt_ps_serve(ps);
+    uint64_t *keys = (uint64_t *)calloc(n, sizeof *keys);
+    double *rows = (double *)calloc(n * w, sizeof *rows); /* room for any type; zeros for all */
+    for (size_t i = 0; i < n; i++) keys[i] = i;
+    dt_ps_wait(ps, dt_ps_pull_start(ps, table, keys, n, rows));
+    dt_ps_add(ps, table, keys, n, rows);
+    dt_ps_step(ps, 1);
+    if (dt_ctx_rank(ctx) == 0) c->bytes = dt_ps_info(ps).bytes;
+    dt_ps_end(ps);
+    free(keys);
+    free(rows);
+    return dt_error(ctx);
+}
+
+/* The formula has the bytes that a run counts, and chooses the way that moves less. */
+static void test_formula(void) {
+    static const dt_dtype types[] = { DT_F32, DT_BF16, DT_F64 };
+    for (int i = 0; i < 9; i++) {
+        traffic all = { .workers = 2 + i / 3, .width = 4, .dtype = types[i % 3] };
+        double n = all.workers, values = formula_size(all.dtype, 0),
+               grads = formula_size(all.dtype, 1);
+        CHECK(dt_run((dt_run_desc){ .ranks = all.workers, .timeout_s = 60 }, count_traffic, &all) ==
+              DT_OK);
+        /* fewer and more keys than those that move the same bytes */
+        double even = 2 * grads * 4 * MOST_KEYS * (n - 1) / n / (16 + 4 * (values + grads));
+        for (int side = 0; side < 2; side++) {
+            traffic ps = all;
+            ps.servers = 1 + i % 2;
+            ps.keys = side ? (int)floor(even) + 1 : (int)ceil(even) - 2;
+            CHECK(dt_run((dt_run_desc){ .ranks = ps.workers + ps.servers, .timeout_s = 60 },
+                      count_traffic, &ps) == DT_OK);
+            dt_ps_bytes b = dt_ps_formula((dt_ps_formula_desc){ .rows = MOST_KEYS,
+                .keys = ps.keys,
+                .width = 4,
+                .workers = all.workers,
+                .values = values,
+                .grads = grads });
+            /* what a worker pushes to a server begins with a count of 8 bytes */
+            CHECK_MSG(b.all_reduce == (double)all.bytes &&
+                          b.server == (double)(ps.bytes - 8 * ps.servers) &&
+                          b.use_server == (ps.bytes < all.bytes) && b.use_server == !side,
+                "%d workers, %d keys, %s: %.0f and %.0f bytes, counted %lld and %lld", all.workers,
+                ps.keys, dt_dtype_name(all.dtype), b.all_reduce, b.server, (long long)all.bytes,
+                (long long)ps.bytes);
+        }
+    }
+    /* f32: the server moves less below the density (N-1)/N w/(w+2) */
+    for (int n = 1; n <= 64; n *= 4)
+        for (int w = 1; w <= 256; w *= 4)
+            for (int u = 0; u <= 1000; u++) {
+                dt_ps_formula_desc d = { .rows = 1000, .keys = u, .width = w, .workers = n };
+                CHECK(dt_ps_formula(d).use_server ==
+                      ((int64_t)u * n * (w + 2) < 1000LL * (n - 1) * w));
+            }
+    CHECK(isnan(dt_ps_formula((dt_ps_formula_desc){ .rows = -1 }).all_reduce));
 }
 
 /* Processes that connect over tcp train to the same bits as threads. */
@@ -495,6 +782,11 @@ int main(void) {
     test_bound(DT_BACKEND_THREADS, check_all_cases() ? 2000 : 200);
     test_bound(DT_BACKEND_PROCS, 48);
     test_replay();
+    test_prefetch();
+    test_geo_alone();
+    test_geo_disjoint();
+    test_geo_shared();
+    test_formula();
     test_tcp();
     test_idle_and_death();
     test_misuse();
