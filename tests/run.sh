@@ -230,7 +230,7 @@ else
 fi
 programs_of_scripts=()
 [ ${#scripts[@]} = 0 ] || [ "${scripts[*]}" = sanitized ] ||
-    programs_of_scripts=(demo train_gpt power net_rank bench_{gemm,attention,train,generate,comm,layouts})
+    programs_of_scripts=(demo train_gpt train_ctr 20_click_model power net_rank bench_{gemm,attention,train,generate,comm,layouts})
 case " ${scripts[*]} " in *" test_hf.sh "* | *" test_peft.sh "* | *" test_launch.sh "* | *" test_tokenizer.sh "*) start_python ;; esac
 
 run_all "${programs[@]}" "${scripts[@]}"

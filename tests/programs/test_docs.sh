@@ -17,8 +17,9 @@ bad() { echo "FAIL $1"; shift; [ $# = 0 ] || tail -n 5 "$1" | sed 's/^/    /'; f
 
 # ---- commands -------------------------------------------------------------------------------------------------------
 
-$MAKE -s "$B/train_gpt" >"$D/log" 2>&1 || bad "train_gpt does not build" "$D/log"
+$MAKE -s "$B/train_gpt" "$B/train_ctr" "$B/20_click_model" >"$D/log" 2>&1 || bad "a program does not build" "$D/log"
 mkdir "$D/build"
+ln -s "$(cd "$B" && pwd)/train_ctr" "$(cd "$B" && pwd)/20_click_model" "$D/build/"
 printf '#!/bin/sh\ncase "$*" in *"--steps 0"*) exec "%s" "$@" ;; esac\nexec "%s" "$@" --steps 2 --stop-at 2\n' \
     "$(cd "$B" && pwd)/train_gpt" "$(cd "$B" && pwd)/train_gpt" >"$D/build/train_gpt"
 chmod +x "$D/build/train_gpt"
@@ -28,6 +29,7 @@ cp tests/golden/tokenizer/gpt2.json "$D/tokenizer.json"
     >"$D/log" 2>&1 || bad "the model of the commands" "$D/log"
 
 "$D/build/train_gpt" --help >"$D/help"
+"$D/build/train_ctr" --help >>"$D/help"
 commands=0
 while IFS=$'\t' read -r doc line; do
     commands=$((commands + 1)) want=0
@@ -60,7 +62,7 @@ for doc in $docs; do
         case $option in # of torchrun, mpirun and srun
         *_* | --mpi | --nnodes | --oversubscribe) continue ;;
         esac
-        if grep -q -- "$option\b" "$D/help"; then good; else bad "$doc: train_gpt has no $option"; fi
+        if grep -q -- "$option\b" "$D/help"; then good; else bad "$doc: no program has $option"; fi
     done
 done
 

@@ -251,13 +251,16 @@ static int check_config(const setup *c) {
     if (!CHECK_MSG(status == 0 && seen->stage == 3, "%s: status %d at %d: %.150s %.200s", line,
             status, seen->stage, text, seen->text))
         return 1;
-    for (int r = 0; r < seen->ranks; r++) {
+    /* with AddressSanitizer a tensor has as many rows as experts receive in this run, without the
+       reserve for any other routing */
+    const int is_bounded = !UNDER_ASAN || !strstr(line, "--experts");
+    for (int r = 0; r < seen->ranks && is_bounded; r++) {
         double dry = (double)seen->dry[r].memory.peak_total,
                real = (double)seen->real[r].memory.peak_total;
         CHECK_MSG(real <= dry && dry <= 1.01 * real, "%s: rank %d: dry run %.0f, run %.0f bytes",
             line, r, dry, real);
     }
-    CHECK_MSG(seen->row_peak[0] >= seen->step_peak,
+    CHECK_MSG(!is_bounded || seen->row_peak[0] >= seen->step_peak,
         "%s: a step of the dry run %.0f, of the run %.0f", line, seen->row_peak[0],
         seen->step_peak);
     if (!UNDER_ASAN)
