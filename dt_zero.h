@@ -886,8 +886,8 @@ typedef struct dt_ps_desc {
     int credits;
     /* Record and replay, NULL: off. Server i (from 0) writes the order in which requests came to
        the new file `record`.i, or takes requests in the order of the file `replay`.i. A replay of
-       the same program has the bits of the recorded run in every mode. DT_ERR_IO; DT_ERR_ARG if the
-       workers send other requests than those recorded */
+       the same program has the bits of the recorded run in every mode. DT_ERR_IO. If the
+       workers send other requests than those recorded: DT_ERR_ARG, or the error of a deadlock */
     const char *record, *replay;
 } dt_ps_desc;
 
