@@ -247,7 +247,9 @@ static void resolve_mode(job *j) {
         j->mode = DT_PS_SYNC;
     else
         refuse("--mode %s: the legal values are %s", text, table[O_MODE].arg);
-    if (end && *end) refuse("--mode %s: %c is not a whole number", text, *text == 'g' ? 'K' : 'S');
+    int too_large = end && end - text > 13; /* more than 9 digits */
+    if (end && (*end || too_large))
+        refuse("--mode %s: %c is not a whole number below 1e9", text, *text == 'g' ? 'K' : 'S');
     if (j->mode == DT_PS_GEO && j->geo_steps < 1) refuse("--mode %s: K must be 1 or more", text);
     if (j->mode != DT_PS_SYNC && j->servers == 0)
         refuse("--mode %s needs --servers 1 or more", text);
@@ -301,6 +303,10 @@ static void resolve(job *j, value *v) {
     if (trains && strcmp(v[O_DATA].text, "-") == 0 && (j->workers > 1 || v[O_EPOCHS].number > 1))
         refuse("--data -: standard input can be read once, by one worker (%d workers, %s epochs)",
             j->workers, v[O_EPOCHS].text);
+    for (int id = O_EVAL; id <= O_PREDICT; id++)
+        if (v[id].text && strcmp(v[id].text, "-") == 0)
+            refuse("--%s -: only --data reads standard input", table[id].name);
+    if (v[O_SAVE_EVERY].text && !v[O_SAVE].text) refuse("--save-every needs --save DIR");
     if (j->mode == DT_PS_GEO && (v[O_SAVE].text || v[O_RESUME].text || v[O_RULE].number == 3))
         refuse("--mode geo keeps optimizer state on the workers: it has no --save, no --resume and "
                "no --rule ftrl");
@@ -456,6 +462,7 @@ static void predict(worker *w, const char *path, ctr_metrics *metrics) {
     float *logits = (float *)dt_alloc(w->ctx, DT_MEM_HOST, (size_t)part * 4, "logits");
     char *is_sample = (char *)dt_alloc(w->ctx, DT_MEM_HOST, (size_t)size, "lines");
     dt_no_grad(w->ctx, 1);
+    dt_barrier(w->group); /* the other workers have trained too */
     while (r && dt_error(w->ctx) == DT_OK &&
            read_batch(w, r, &b, metrics ? NULL : is_sample, &lines)) {
         run_batch(w, &b, 0, logits);
