@@ -221,9 +221,11 @@ static inline double ctr_auc(const ctr_metrics *m, double *spread) {
         clicks += ones;
     }
     if (spread) *spread = ties / 2 / (clicks * below);
-    return pairs / (clicks * below);
+    return clicks * below > 0 ? pairs / (clicks * below) : NAN; /* NAN: only one kind of label */
 }
 
-static inline double ctr_logloss(const ctr_metrics *m) { return m->loss / m->samples; }
+static inline double ctr_logloss(const ctr_metrics *m) {
+    return m->samples > 0 ? m->loss / m->samples : NAN;
+}
 
 #endif /* CTR_H */

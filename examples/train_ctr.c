@@ -22,6 +22,7 @@
 #include "../dt_zero.h"
 
 #include "ctr.h"
+#include "options.h"
 
 #include <signal.h>
 #include <stdarg.h>
@@ -37,7 +38,7 @@ enum { INT, REAL, WORD, TEXT, FLAG };
         "at the end print the probability of each line; labels may be missing") \
     X(SKIP_BAD, "skip-bad", FLAG, NULL, 0, 0, "", "skip and count bad lines instead of failing") \
     X(MODEL, "model", WORD, "deepfm", 0, 0, "lr|fm|wide-deep|deepfm", "see ctr.h") \
-    X(WIDTH, "width", INT, "16", 1, 65536, "K", "numbers of an embedding") \
+    X(WIDTH, "width", INT, "16", 1, 65536, "K", "embedding dimension") \
     X(HIDDEN, "hidden", TEXT, "256,128", 0, 0, "N,N,..", "widths of the MLP's hidden layers") \
     X(BATCH, "batch", INT, "512", 1, 1e7, "B", "samples of a step, over all workers") \
     X(LR, "lr", REAL, "0.05", 0, 1e3, "X", "learning rate; adam needs about 0.001") \
@@ -49,14 +50,17 @@ enum { INT, REAL, WORD, TEXT, FLAG };
     X(SERVERS, "servers", INT, "0", 0, 1023, "S", \
         "the last S ranks serve; 0: every rank works and owns keys") \
     X(MODE, "mode", TEXT, "sync", 0, 0, "sync|async|ssp:S|geo:K", \
-        "sync; async; ssp: at most S steps stale; geo: exchange every K steps") \
+        "ssp: pulls lack at most S steps of the slowest worker; geo: replicas exchange every K " \
+        "steps") \
     X(BACKEND, "backend", WORD, "threads", 0, 0, "threads|procs|tcp|mpi", "how ranks run") \
     X(RANK, "rank", INT, NULL, 0, 1023, "R", "of this process, with tcp [from the launcher]") \
     X(RENDEZVOUS, "rendezvous", TEXT, NULL, 0, 0, "HOST:PORT", "of rank 0, with tcp") \
     X(TIMEOUT, "timeout", REAL, "120", 0.001, 1e6, "S", "seconds that a rank waits for others") \
-    X(SAVE, "save", TEXT, NULL, 0, 0, "DIR", "write snapshot DIR/step-N at the end") \
+    X(SAVE, "save", TEXT, NULL, 0, 0, "DIR", \
+        "write snapshot DIR/step-N at the start and at the end") \
     X(SAVE_EVERY, "save-every", INT, NULL, 1, 1e12, "N", "... and after every N steps") \
-    X(RESUME, "resume", TEXT, NULL, 0, 0, "DIR", "continue from the newest snapshot in DIR") \
+    X(RESUME, "resume", TEXT, NULL, 0, 0, "DIR", \
+        "continue from DIR's newest snapshot; same model and --batch") \
     X(STOP_AT, "stop-at", INT, NULL, 1, 1e12, "N", "end after step N, as if interrupted") \
     X(LOG_EVERY, "log-every", INT, "100", 1, 1e9, "N", "steps between progress lines") \
     X(LOG_CSV, "log-csv", TEXT, NULL, 0, 0, "FILE", "a row for each progress line") \
@@ -98,24 +102,6 @@ static __attribute__((noreturn, format(printf, 1, 2))) void refuse(const char *f
     exit(2);
 }
 
-/* Returns the Levenshtein distance of a and b. b has fewer than 80 characters. */
-static int edit_distance(const char *a, const char *b) {
-    int row[80], n = (int)strlen(b);
-    for (int j = 0; j <= n; j++) row[j] = j;
-    for (int i = 1; *a; a++, i++) {
-        int diagonal = row[0];
-        row[0] = i;
-        for (int j = 1; j <= n; j++) {
-            int best = diagonal + (*a != b[j - 1]);
-            diagonal = row[j];
-            if (row[j] + 1 < best) best = row[j] + 1;
-            if (row[j - 1] + 1 < best) best = row[j - 1] + 1;
-            row[j] = best;
-        }
-    }
-    return row[n];
-}
-
 static int find_option(const char *name, size_t length) {
     for (int i = 0; i < N_OPTIONS; i++)
         if (strlen(table[i].name) == length && strncmp(table[i].name, name, length) == 0) return i;
@@ -142,7 +128,6 @@ static int word_index(const char *words, const char *text) {
 
 static void set(value *v, int id, const char *text, int is_given) {
     const char *name = table[id].name;
-    char *end = NULL;
     double lo = table[id].lo, hi = table[id].hi;
     v->text = text;
     v->is_given = is_given;
@@ -150,10 +135,8 @@ static void set(value *v, int id, const char *text, int is_given) {
     if (table[id].kind == WORD && (v->number = word_index(table[id].arg, text)) < 0)
         refuse("--%s %s: the legal values are %s", name, text, table[id].arg);
     if (table[id].kind != INT && table[id].kind != REAL) return;
-    v->number = strtod(text, &end);
-    int is_plain =
-        strspn(text, table[id].kind == INT ? "0123456789" : "0123456789.eE+-") == strlen(text);
-    if (*end || !is_plain || !(v->number >= lo && v->number <= hi))
+    size_t n = decimal(text, table[id].kind == REAL, &v->number);
+    if (!n || text[n] || !(v->number >= lo && v->number <= hi))
         refuse("--%s %s: not a %snumber from %.12g to %.12g", name, text,
             table[id].kind == INT ? "whole " : "", lo, hi);
 }
@@ -188,6 +171,9 @@ static void print_help(void) {
         printf("\n");
     }
     printf(
+        "\nkeys and bytes are totals since the start. With geo each worker evaluates its own "
+        "replica; "
+        "there is no --save, no\n--resume and no --rule ftrl.\n"
         "\nA line of data has 40 fields separated by tabs: label 0 or 1, 13 numbers, 26 "
         "categories. Fields other than\nthe label may be empty. A number v is read as ln(1 + v), "
         "below 0 as -ln(1 - v); a category as a hash of its\ntext and column.\n\n"
@@ -265,7 +251,7 @@ static void resolve_ranks(job *j, value *v) {
     if (!is_tcp && (v[O_RANK].text || v[O_RENDEZVOUS].text))
         refuse("--%s needs --backend tcp", v[O_RANK].text ? "rank" : "rendezvous");
     if (is_tcp && !v[O_RANK].text && status != DT_OK) refuse("%s", launch.text);
-    if (is_tcp && !v[O_RANK].text && launch.size < 2 && !v[O_RANKS].text)
+    if (is_tcp && !v[O_RANK].text && launch.size < 2)
         refuse("--backend tcp needs --rank R and --ranks N, or a launcher that sets them");
     j->rank = v[O_RANK].text ? (int)v[O_RANK].number : launch.rank;
     if (is_tcp && !v[O_RENDEZVOUS].text && !v[O_RANK].text && launch.rendezvous[0])
@@ -536,15 +522,21 @@ static void train(worker *w) {
     w->metrics = (ctr_metrics *)dt_alloc(ctx, DT_MEM_HOST, sizeof *w->metrics, "metrics");
     if (dt_error(ctx) == DT_OK) memset(w->metrics, 0, sizeof *w->metrics);
     w->last_time = now(ctx);
+    /* a folder that cannot be written must fail before the training, not after it */
+    if (w->resumed == 0 ||
+        strcmp(j->v[O_RESUME].text, j->v[O_SAVE].text ? j->v[O_SAVE].text : "") != 0)
+        save(w);
+    w->saved = w->resumed;
     for (int e = 0, more = 1; e < (epochs ? epochs : 1) && more && dt_error(ctx) == DT_OK; e++) {
         if (epochs) more = train_epoch(w, r, b, logits);
         if (epochs && w->step == 0 && dt_error(ctx) == DT_OK)
             dt_fail(ctx, DT_ERR_ARG, "--data %s has no lines", j->v[O_DATA].text);
+        if (epochs && (e + 1 == epochs || !more))
+            save(w); /* before an evaluation, which may fail */
         memset(eval, 0, sizeof *eval);
         if (j->v[O_EVAL].text && dt_error(ctx) == DT_OK) predict(w, j->v[O_EVAL].text, eval);
         if (dt_error(ctx) == DT_OK) report(w, j->v[O_EVAL].text ? eval : NULL);
     }
-    save(w);
     if (r && dt_error(ctx) == DT_OK) report_bad(w, r, j->v[O_DATA].text);
     if (j->v[O_PREDICT].text && dt_error(ctx) == DT_OK) predict(w, j->v[O_PREDICT].text, NULL);
     dt_free(ctx, DT_MEM_HOST, eval, sizeof *eval);
@@ -558,7 +550,7 @@ static void train(worker *w) {
 static dt_status rank_main(dt_ctx *ctx, void *user) {
     const job *j = (const job *)user;
     int rank = dt_ctx_rank(ctx), serves;
-    worker w = { .job = j, .ctx = ctx, .rank = rank };
+    worker w = { .job = j, .ctx = ctx, .rank = rank, .saved = -1 };
     dt_ps *ps = dt_ps_make(ctx, (dt_ps_desc){ .servers = j->servers,
                                     .mode = j->mode,
                                     .staleness = j->staleness,
@@ -568,7 +560,7 @@ static dt_status rank_main(dt_ctx *ctx, void *user) {
     w.group = dt_comm_split(dt_world(ctx), serves ? -1 : 0, rank, "workers");
     w.model = ctr_model_make(ctx, j->model, ps);
     if (j->v[O_RESUME].text && dt_error(ctx) == DT_OK) {
-        w.resumed = w.saved = dt_ps_load(ps, j->v[O_RESUME].text);
+        w.resumed = dt_ps_load(ps, j->v[O_RESUME].text);
         int same = j->v[O_SAVE].text && strcmp(j->v[O_SAVE].text, j->v[O_RESUME].text) == 0;
         if (w.resumed == 0 && !same)
             dt_fail(ctx, DT_ERR_IO, "--resume %s: there is no snapshot", j->v[O_RESUME].text);

@@ -120,6 +120,16 @@ for servers in 1 2; do
 done
 try 1 'width' --data "$data" --batch 96 --width 5 --hidden 8 --model deepfm --resume "$dir/saved"
 
+# ---- a trained model is not lost: --save is tried before the training and written before an evaluation, which may fail
+run "${common[@]}" --model lr --save "$data/no"
+[ $? = 1 ] && ! grep -q 'step ' "$dir/out"
+report $? "--save of a folder that cannot be: fails before the first step"
+run "${common[@]}" --model lr --save "$dir/kept" --eval "$dir/bad.txt"
+[ $? = 1 ] && run --model lr --epochs 0 --resume "$dir/kept" --predict "$eval" && [ "$(sort -u "$dir/out" | wc -l)" -gt 100 ]
+report $? "--eval of a bad file: the model is in the snapshot"
+run "${common[@]}" --model lr --resume "$dir/kept" --save "$dir/copy" && compgen -G "$dir/copy/step-63" >/dev/null
+report $? "--resume with no steps left: --save writes to another folder"
+
 # ---- predictions: one probability for each line, nan for a bad line; the loss of their probabilities is eval_logloss
 sed '7s/.*/bad/' "$eval" >"$dir/predict.txt"
 run "${common[@]}" --model fm --eval "$eval" --predict "$dir/predict.txt" --skip-bad --ranks 3 --servers 1 --log-csv "$dir/log.csv"
