@@ -14299,7 +14299,7 @@ DT__FN void DT__K(matmul_epilogue)(const dt_matmul_args *a, int64_t batch, int64
         DT__K(epilogue_rows)(a, at, j0, rows, cols, tile, ld);
 }
 
-/* Prefetches rows x cols elements of an array that lies like C, from the tile's first element. */
+/* Prefetches a tile, rows x cols elements from element `at` on, of an array with C's layout. */
 DT__FN_INLINE void DT__K(prefetch_tile)(const dt_matmul_args *a, const void *array, int64_t size,
     int64_t at, int64_t rows, int64_t cols) {
     const char *from = (const char *)array + at * size;
@@ -14307,9 +14307,9 @@ DT__FN_INLINE void DT__K(prefetch_tile)(const dt_matmul_args *a, const void *arr
         for (int64_t j = 0; j < cols * size; j += 64) __builtin_prefetch(from + j);
 }
 
-/* Prefetches what a tile's epilogue will read, and of what it will write the arrays for which its
-   stores would otherwise wait: C if it is a sum, and pre-activations. Called before the tile is
-   computed. */
+/* Prefetches the arrays of a tile's epilogue before the tile is computed: those that it reads, and
+   of those that it writes C, if it adds to C, and the pre-activations, because its stores would
+   otherwise wait for them. */
 DT__FN void DT__K(prefetch_epilogue)(
     const dt_matmul_args *a, int64_t batch, int64_t i0, int64_t j0, int64_t rows, int64_t cols) {
     int64_t at = batch * a->stride_c + i0 * a->ldc + j0, size = (int64_t)dt_dtype_size(a->dtype);

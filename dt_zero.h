@@ -854,14 +854,18 @@ DT_API int64_t dt_table_load(dt_table *table, const char *dir, dt_table_load_des
                      whatever the number of servers; owned and served are equal too.
        DT_PS_SSP     Stale synchronous parallel (Ho et al., NIPS 2013). A step is applied when it
                      arrives. A pull of a worker that has done c steps waits until the slowest
-                     worker has done c - staleness. Staleness 0 is DT_PS_SYNC.
+                     worker has done c - staleness. For example with staleness 2: a worker that has
+                     done 5 steps waits until all others have done 3, so its rows lack at most 2
+                     steps of each. Staleness 0 is DT_PS_SYNC.
        DT_PS_ASYNC   Like SSP without a bound.
        DT_PS_GEO     Local SGD with asynchronous averaging (geo-SGD of Paddle). Each worker has a
                      replica of all rows, reads it and applies its own steps to it, with optimizer
                      state of its own. After every geo_steps steps it exchanges: for each row that
                      it has changed it sends the base, which is the row after the last exchange,
                      and the target base + geo_scale (row - base). The owner sets its row to
-                     (row - base) + target. The worker then receives these rows and those that
+                     (row - base) + target, that is row + geo_scale times the worker's change; with
+                     no other change since the base this is the target, bit for bit, which adding a
+                     difference would not give. The worker then receives these rows and those that
                      others have changed. So one worker with geo_scale 1 has the bits of local SGD,
                      and workers without a common key those of DT_PS_SYNC. geo_scale 1 / workers
                      averages the workers' changes.
@@ -9431,7 +9435,7 @@ typedef struct dt__ps_header { /* of a request or an answer */
     int64_t clock;    /* the worker's; in an answer that of the slowest worker */
     int64_t n, bytes; /* keys of a pull; bytes of the payload, which follows if there is one */
     double lr;
-    int64_t spare[2];
+    int64_t spare[2]; /* fill a cache line of 64 bytes */
 } dt__ps_header;
 enum { DT__PS_PULL = 1, DT__PS_STEP, DT__PS_END, DT__PS_SAVE, DT__PS_OPS };
 enum { DT__PS_ORDER = 1024 }; /* requests in one access to the file of their order */
@@ -10021,15 +10025,15 @@ static void dt__ps_finish_link(dt_ps *ps, dt__ps_link *l) {
     memset(l->work, 0, sizeof l->work);
 }
 
-/* Waits for the answers to a prefetch that nobody has taken, and frees it. */
+/* Waits for the answers to an unused prefetch, and frees it. */
 static void dt__ps_drop_prefetch(dt_ps *ps, dt_ps_pull *p) {
     if (p->busy != DT__PS_PREFETCH) return;
     for (int o = 0; o < ps->owners; o++) dt__ps_finish_link(ps, &p->links[o]);
     p->busy = DT__PS_FREE;
 }
 
-/* Returns a free pull for a caller or for a prefetch, or NULL. Prefetches of past steps that nobody
-   has taken are dropped. */
+/* Returns a free pull for a caller or for a prefetch, or NULL. Unused prefetches of past steps
+   are dropped. */
 static dt_ps_pull *dt__ps_free_pull(dt_ps *ps, int kind) {
     dt_ps_pull *p = ps->pulls + (kind == DT__PS_PREFETCH ? ps->desc.credits : 0), *found = NULL;
     for (int i = 0; i < ps->desc.credits && !found; i++, p++) {
@@ -10054,7 +10058,8 @@ static dt_ps_pull *dt__ps_pull_begin(dt_ps *ps, dt_ps_pull *p, int table, const 
     p->n = n;
     p->out = rows;
     dt__ps_clear(&p->set);
-    uint32_t *number = (uint32_t *)(void *)dt__ps_room(ps, &p->number, keys ? n * 4 : 0, 0);
+    uint32_t *number =
+        (uint32_t *)(void *)dt__ps_room(ps, &p->number, keys ? n * sizeof *number : 0, 0);
     for (size_t i = 0; i < n && keys && dt_error(ps->ctx) == DT_OK; i++)
         number[i] = dt__ps_number(ps, &p->set, keys[i]);
     size_t head = ps->desc.servers ? sizeof(dt__ps_header) : 0;
@@ -10176,7 +10181,7 @@ static dt_status dt__ps_wait(dt_ps *ps, dt_ps_pull *p) {
     size_t rest = t->shape.nd < 0 ? 0 : p->n * dt_dtype_size(t->table->desc.dtype);
     for (size_t k = 0, at = 0; at < rest; k++, at += bytes)
         memcpy((char *)p->out + at, p->rows.p + where[k], rest - at < bytes ? rest - at : bytes);
-    p->busy = 0;
+    p->busy = DT__PS_FREE;
     return dt_error(ps->ctx);
 }
 
@@ -10428,7 +10433,7 @@ static dt_status dt__ps_await_step(dt_ps *ps) {
 }
 
 /* Served mode: sends a step, the end or a request to save to each owner. */
-static void dt__ps_send_step(dt_ps *ps, int op, double lr) {
+static void dt__ps_send_request(dt_ps *ps, int op, double lr) {
     for (int o = 0; o < ps->owners; o++) {
         dt__ps_link *l = &ps->links[o];
         int to = ps->first_owner + o;
@@ -10540,7 +10545,7 @@ static dt_status dt__ps_take_answer(dt_ps *ps, int owner, const char *answer) {
    workers have changed since the last exchange. */
 static dt_status dt__ps_exchange_changes(dt_ps *ps) {
     if (dt__ps_make_targets(ps) != DT_OK || dt__ps_pack(ps) != DT_OK) return dt_error(ps->ctx);
-    dt__ps_send_step(ps, DT__PS_STEP, 1);
+    dt__ps_send_request(ps, DT__PS_STEP, 1);
     if (dt__ps_await_step(ps) != DT_OK) return dt_error(ps->ctx);
     for (int o = 0; o < ps->owners; o++) {
         const dt__ps_link *l = &ps->links[o];
@@ -10572,7 +10577,7 @@ static dt_status dt__ps_step(dt_ps *ps, double lr) {
         (is_geo ? dt__ps_step_replica(ps, lr) : dt__ps_pack(ps)) != DT_OK)
         return dt_error(ps->ctx);
     if (ps->desc.servers && !is_geo)
-        dt__ps_send_step(ps, DT__PS_STEP, lr);
+        dt__ps_send_request(ps, DT__PS_STEP, lr);
     else if (!is_geo)
         dt__ps_exchange_steps(ps, lr);
     for (int i = 0; i < ps->n_tables; i++) {
@@ -10603,7 +10608,7 @@ static dt_status dt__ps_end(dt_ps *ps) {
     ps->has_ended = 1;
     if (!ps->desc.servers || dt__ps_await_step(ps) != DT_OK || dt__ps_exchange_rest(ps) != DT_OK)
         return dt_error(ps->ctx);
-    dt__ps_send_step(ps, DT__PS_END, 0);
+    dt__ps_send_request(ps, DT__PS_END, 0);
     for (int i = ps->desc.credits; i < 2 * ps->desc.credits; i++)
         dt__ps_drop_prefetch(ps, &ps->pulls[i]);
     return dt__ps_await_step(ps);
@@ -10672,8 +10677,8 @@ static void dt__ps_acknowledge(dt_ps *ps, int worker, size_t bytes) {
 }
 
 /* Returns 1 if a pull may be answered: its own worker's steps before it are applied (a prefetch may
-   come before them), and those of the slowest worker up to the bound; or nobody reads the answer,
-   because the worker has ended. This test of the bound is the only one in the protocol: synchronous
+   come before them), and those of the slowest worker up to the bound; or the worker has ended and
+   does not read the answer. This test of the bound is the only one in the protocol: synchronous
    training is the bound 0. */
 static int dt__ps_may_read(const dt_ps *ps, const dt__ps_request *r) {
     const int64_t clock = r->header.clock, own = ps->clocks[r->from];
@@ -11225,7 +11230,7 @@ static dt_status dt__ps_save(dt_ps *ps, const char *dir, dt_ps_save_desc d) {
         ps->links[o].offset = 0;
         ps->links[o].n = sizeof d + length;
     }
-    dt__ps_send_step(ps, DT__PS_SAVE, 0);
+    dt__ps_send_request(ps, DT__PS_SAVE, 0);
     return dt__ps_await_step(ps);
 }
 

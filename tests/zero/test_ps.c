@@ -445,7 +445,7 @@ static void test_replay(void) {
     CHECK_MSG(other > 0, "without a replay all runs were equal too");
 }
 
-/* A server that nobody asks waits longer than the timeout; a rank that dies is named. */
+/* A server without requests waits longer than the timeout; a rank that dies is named. */
 static void test_idle_and_death(void) {
     dt_report report;
     counting c = { .workers = 1, .servers = 2, .steps = 2, .wait_s = 0.9 };
