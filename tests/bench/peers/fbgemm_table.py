@@ -6,42 +6,23 @@ bench_table, 4 million rows with row-wise Adagrad, batches of 53,248 ids, unifor
 and update. Rows are found by their number, without a hash table.
 """
 import sys
-import time
 
-import numpy
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen)
+from table_keys import BATCHES, IDS, ROWS, draw, fastest
 
-ROWS, IDS, BATCHES = 4_000_000, 53_248, 12
 torch.set_num_threads(1)
-random = numpy.random.default_rng(1)
 width = int(sys.argv[1]) if len(sys.argv) > 1 else 16
-
-
-def draw(skewed):
-    u = random.random(IDS)
-    rows = (1 - u) ** (-1 / 0.05) - 1 if skewed else u * ROWS
-    return torch.from_numpy(numpy.fmod(rows, ROWS).astype('int64'))
-
-
-def fastest(call, batches):
-    best = float('inf')
-    for batch in batches:
-        begin = time.perf_counter()
-        call(batch)
-        best = min(best, time.perf_counter() - begin)
-    return IDS / best / 1e6
-
 
 for skewed in (0, 1):
     table = SplitTableBatchedEmbeddingBagsCodegen(
         [(ROWS, width, EmbeddingLocation.HOST, ComputeDevice.CPU)], optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
         learning_rate=0.01, pooling_mode=PoolingMode.SUM)
     offsets, grads = torch.arange(IDS + 1), torch.randn(IDS, width)
-    batches = [draw(skewed) for _ in range(BATCHES)]
+    batches = [torch.from_numpy(draw(skewed)) for _ in range(BATCHES)]
     forward = fastest(lambda ids: table(ids, offsets), batches)
     step = fastest(lambda ids: table(ids, offsets).backward(grads), batches)
     print('skewed' if skewed else 'uniform', width, '%.2f %.2f' % (forward, step), flush=True)

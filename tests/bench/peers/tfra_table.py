@@ -6,18 +6,15 @@ bench_table, 4 million rows and batches of 53,248 keys, uniform or skewed.
 """
 import os
 import sys
-import time
 
 os.environ['TF_CPP_MIN_LOG_LEVEL'] = '3'
 os.environ['TF_USE_LEGACY_KERAS'] = '1'
-import numpy
 import tensorflow
 from tensorflow_recommenders_addons import dynamic_embedding
+from table_keys import BATCHES, IDS, ROWS, draw, fastest
 
-ROWS, IDS, BATCHES = 4_000_000, 53_248, 12
 tensorflow.config.threading.set_intra_op_parallelism_threads(1)
 tensorflow.config.threading.set_inter_op_parallelism_threads(1)
-random = numpy.random.default_rng(1)
 width = int(sys.argv[1]) if len(sys.argv) > 1 else 16
 table = dynamic_embedding.get_variable('table', key_dtype=tensorflow.int64, value_dtype=tensorflow.float32, dim=width,
                                        init_size=2 * ROWS, initializer=0.0, devices=['/CPU:0'])
@@ -25,24 +22,8 @@ for at in range(0, ROWS, 500_000):
     table.upsert(tensorflow.range(at, at + 500_000, dtype=tensorflow.int64),
                  tensorflow.random.normal([500_000, width]))
 
-
-def draw(skewed):
-    u = random.random(IDS)
-    rows = (1 - u) ** (-1 / 0.05) - 1 if skewed else u * ROWS
-    return tensorflow.constant(numpy.fmod(rows, ROWS).astype('int64'))
-
-
-def fastest(call, batches):
-    best = float('inf')
-    for batch in batches:
-        begin = time.perf_counter()
-        call(batch)
-        best = min(best, time.perf_counter() - begin)
-    return IDS / best / 1e6
-
-
 for skewed in (0, 1):
-    batches = [draw(skewed) for _ in range(BATCHES)]
+    batches = [tensorflow.constant(draw(skewed)) for _ in range(BATCHES)]
     values = tensorflow.random.normal([IDS, width])
     lookup = fastest(table.lookup, batches)
     upsert = fastest(lambda keys: table.upsert(keys, values), batches)
