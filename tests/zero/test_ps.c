@@ -778,6 +778,131 @@ static void test_tcp(void) {
     }
 }
 
+/* ---- element types ---- */
+
+enum { TYPE_KEYS = 40, TYPE_WIDTH = 3, TYPE_DENSE = 1500, TYPE_STEPS = 6, TYPE_BYTES = 1 << 16 };
+typedef struct types {
+    dt_dtype dtype;
+    int servers, mode, is_local; /* is_local: plain tables in place of a parameter server */
+    char sparse[TYPE_BYTES], dense[TYPE_BYTES];
+    char served[TYPE_BYTES], other[TYPE_BYTES]; /* GEO: sparse rows of the server and of worker 1 */
+} types;
+
+/* Element i of the gradients of a step: a value that bf16 represents. */
+static double type_gradient(int step, int i) { return ((i * 7 + step * 3) % 31 - 15) / 16.0; }
+
+static void put_number(void *buf, dt_dtype dtype, int i, double x) {
+    float f = (float)x;
+    if (dtype == DT_F64)
+        ((double *)buf)[i] = x;
+    else if (dtype == DT_BF16)
+        ((uint16_t *)buf)[i] = dt__f32_to_bf16(f);
+    else
+        ((float *)buf)[i] = f;
+}
+
+/* The steps with plain tables: a dense parameter is two runs, the second one padded. */
+static void train_local(dt_ctx *ctx, types *t, const uint64_t *keys, dt_table_desc sparse,
+    dt_table_desc dense, char *grads, char *runs) {
+    static const uint64_t run_keys[] = { 0, 1 };
+    char rows[TYPE_BYTES];
+    const dt_dtype kind = t->dtype == DT_F64 ? DT_F64 : DT_F32;
+    dense.width = DT_PS_RUN;
+    dt_table *a = dt_table_make(ctx, sparse), *b = dt_table_make(ctx, dense);
+    for (int step = 0; step < TYPE_STEPS; step++) {
+        for (int i = 0; i < TYPE_KEYS * TYPE_WIDTH; i++)
+            put_number(grads, kind, i, type_gradient(step, i));
+        memset(runs, 0, TYPE_BYTES);
+        for (int i = 0; i < TYPE_DENSE; i++) put_number(runs, kind, i, type_gradient(step, i));
+        dt_table_push_desc push = { .lr = 0.1, .clock = step };
+        dt_table_push(a, keys, TYPE_KEYS, grads, push);
+        dt_table_push(b, run_keys, 2, runs, push);
+    }
+    dt_table_pull(a, keys, TYPE_KEYS, t->sparse);
+    dt_table_pull(b, run_keys, 2, rows);
+    memcpy(t->dense, rows, TYPE_DENSE * dt_dtype_size(t->dtype));
+}
+
+static dt_status types_rank(dt_ctx *ctx, void *user) {
+    types *t = (types *)user;
+    static char grads[TYPE_BYTES], runs[TYPE_BYTES];
+    const dt_dtype kind = t->dtype == DT_F64 ? DT_F64 : DT_F32;
+    uint64_t keys[TYPE_KEYS];
+    for (int i = 0; i < TYPE_KEYS; i++) keys[i] = (uint64_t)(i % 17); /* they repeat */
+    dt_table_desc sparse = { .name = "s", .width = TYPE_WIDTH, .dtype = t->dtype }, dense;
+    sparse.init = DT_NORMAL(0.5);
+    sparse.optimizer = DT_TABLE_ADAGRAD;
+    sparse.initial_accumulator =
+        0.5; /* else the first update does not depend on a gradient's size */
+    dense = sparse;
+    dense.name = "d";
+    dense.init = DT_ZEROS;
+    if (t->is_local) {
+        train_local(ctx, t, keys, sparse, dense, grads, runs);
+        return dt_error(ctx);
+    }
+    dt_ps_desc desc = { .servers = t->servers, .mode = t->mode };
+    if (t->mode == DT_PS_GEO) desc.geo_steps = 2, desc.geo_scale = 1;
+    dt_ps *ps = dt_ps_make(ctx, desc);
+    int a = dt_ps_table(ps, sparse), b = dt_ps_dense(ps, dense, DT_SHAPE(TYPE_DENSE));
+    if (dt_ps_is_server(ps)) {
+        dt_ps_serve(ps);
+        if (t->mode == DT_PS_GEO) dt_table_pull(dt_ps_owned(ps, a), keys, TYPE_KEYS, t->served);
+        return dt_error(ctx);
+    }
+    char done = 0;
+    if (dt_ctx_rank(ctx) == 1) { /* its replica gets the rows of worker 0 by the first exchange */
+        dt_recv(dt_world(ctx), &done, 1, DT_U8, 0, 0);
+        dt_ps_wait(ps, dt_ps_pull_start(ps, a, keys, TYPE_KEYS, t->other));
+        return dt_ps_end(ps);
+    }
+    for (int step = 0; step < TYPE_STEPS && dt_error(ctx) == DT_OK; step++) {
+        for (int i = 0; i < TYPE_KEYS * TYPE_WIDTH; i++)
+            put_number(grads, kind, i, type_gradient(step, i));
+        for (int i = 0; i < TYPE_DENSE; i++) put_number(runs, t->dtype, i, type_gradient(step, i));
+        dt_tensor *x = dt_ps_dense_read(ps, b),
+                  *c = dt_input(ctx, t->dtype, DT_SHAPE(TYPE_DENSE), runs);
+        dt_backward(dt_sum_dims(dt_mul(x, c), (dt_reduce_desc){ 0 })); /* the gradient is c */
+        dt_reset(ctx);
+        dt_ps_add(ps, a, keys, TYPE_KEYS, grads);
+        dt_ps_step(ps, 0.1);
+    }
+    dt_ps_wait(ps, dt_ps_pull_start(ps, a, keys, TYPE_KEYS, t->sparse));
+    const dt_tensor *x = dt_ps_dense_read(ps, b);
+    if (x) memcpy(t->dense, x->data, TYPE_DENSE * dt_dtype_size(t->dtype));
+    if (t->mode == DT_PS_GEO) dt_send(dt_world(ctx), &done, 1, DT_U8, 1, 0);
+    return dt_ps_end(ps);
+}
+
+/* Tables of every type, sparse and dense, have the bits of plain tables, whose optimizers
+   test_table.c compares with a model. */
+static void test_types(void) {
+    static const dt_dtype dtypes[] = { DT_F32, DT_F64, DT_BF16 };
+    for (int k = 0; k < 3; k++)
+        for (int servers = 0; servers <= 3; servers++) {
+            static types want, got;
+            dt_report report;
+            memset(&want, 0, sizeof want);
+            memset(&got, 0, sizeof got);
+            want.dtype = got.dtype = dtypes[k];
+            want.is_local = 1;
+            got.mode = servers == 3 ? DT_PS_GEO : DT_PS_SYNC;
+            got.servers = servers == 3 ? 1 : servers;
+            dt_run_desc desc = { .ranks = 1, .timeout_s = 60 };
+            desc.report = &report;
+            CHECK_MSG(dt_run(desc, types_rank, &want) == DT_OK, "%s", report.text);
+            desc.ranks = 1 + got.servers + (got.mode == DT_PS_GEO);
+            CHECK_MSG(dt_run(desc, types_rank, &got) == DT_OK, "%s", report.text);
+            CHECK(got.mode != DT_PS_GEO ||
+                  (memcmp(want.sparse, got.served, sizeof want.sparse) == 0 &&
+                      memcmp(want.sparse, got.other, sizeof want.sparse) == 0));
+            CHECK_MSG(memcmp(want.sparse, got.sparse, sizeof want.sparse) == 0 &&
+                          memcmp(want.dense, got.dense, sizeof want.dense) == 0,
+                "type %d, %d servers, mode %d: other bits than plain tables", k, got.servers,
+                got.mode);
+        }
+}
+
 int main(void) {
     test_equals_dp(DT_BACKEND_THREADS, MAX_WORKERS);
     test_equals_dp(DT_BACKEND_PROCS, 2);
@@ -789,6 +914,7 @@ int main(void) {
     test_geo_disjoint();
     test_geo_shared();
     test_formula();
+    test_types();
     test_tcp();
     test_idle_and_death();
     test_misuse();
