@@ -729,8 +729,7 @@ typedef struct dt_table_desc {
     /* Admission (feature filter). admit_count n: a key gets a row at its n-th push; 0 means 1.
        Until then only a count is kept. admit_probability p in (0,1): a key without a row gets it
        with probability p at each push, decided by the counter-based RNG from (seed, name, key,
-       clock); nothing is kept before that; 0: not used. Gradients of a key that is not admitted
-       are dropped */
+       clock); nothing is kept before; 0: not used. Gradients of other keys are dropped */
     int admit_count;
     double admit_probability;
     /* Show/click statistics. threshold > 0: rows count shows and clicks (f32). dt_table_shrink
@@ -738,8 +737,7 @@ typedef struct dt_table_desc {
        show_weight (shows - clicks) + click_weight clicks < threshold. Weights that are both 0 mean
        1 and 1: shows alone */
     double threshold, decay, show_weight, click_weight;
-    /* time to live: dt_table_shrink removes rows whose last push is more than ttl clocks ago; 0:
-       none */
+    /* time to live: dt_table_shrink removes rows not pushed for more than ttl clocks; 0: none */
     int64_t ttl;
     /* DT_TABLE_CUSTOM. The table's other rows and the table itself must not be used in it */
     dt_table_update_fn update;
@@ -748,8 +746,8 @@ typedef struct dt_table_desc {
     /* Spilling. memory_limit: bytes of rows in memory, with state and clocks; 0: no limit. When it
        is reached, a push moves the rows whose last push is longest ago to a file without a name in
        the folder `spill`: of each 256 rows that it passes, the oldest quarter. A push of such a row
-       brings it back; a pull reads it where it is. The index stays in memory. Results have the same
-       bits with any limit */
+       brings it back; a pull reads it where it is. The index stays in memory. The file has at most
+       4/3 of the space of its rows at their peak. Results have the same bits with any limit */
     size_t memory_limit;
     const char *spill;
 } dt_table_desc;
@@ -830,28 +828,29 @@ typedef struct dt_table_load_desc {
    width, type, optimizer or seed; DT_ERR_IO. */
 DT_API int64_t dt_table_load(dt_table *table, const char *dir, dt_table_load_desc desc);
 
-/* Parameter server (Li et al., OSDI 2014): tables that many ranks share. Each key has one owner, a
-   function of the key alone. There are two ways to place the owners:
+/* Parameter server (Li et al., OSDI 2014): tables that many ranks share. Each row is stored on one
+   rank, its owner, which the key alone determines; workers train. There are two modes:
 
-       owned (servers = 0)               served (servers = S)
-       every rank works and owns         the last S ranks own keys, the others work
+       owned mode (servers = 0)          served mode (servers = S)
+       each rank is worker and owner     the last S ranks are the owners, the others workers
        rank 0 <--> rank 1 <--> rank 2    worker 0   worker 1   worker 2
           all-to-all of keys, rows,           \  \  / |  \  / /       pull: keys, then rows
-          and sums of gradients                server 0    server 1    step: keys and sums
+          and gradients                        server 0    server 1    step: keys, gradients
 
    A step of a worker:
 
        x = dt_ps_embedding(ps, table, keys, shape)      pulls each distinct key once
-       dt_backward(loss)                                adds each key's gradients to a local sum
-       dt_ps_step(ps, lr)                               pushes the sums; the worker's clock + 1
+       dt_backward(loss)                                adds up each key's gradients locally
+       dt_ps_step(ps, lr)                               pushes these sums, one gradient for a key;
+                                                        the worker's clock + 1
 
    Worker clocks say when a row may be read and a push is applied:
 
-       DT_PS_SYNC    An owner adds the sums of all workers' steps of one clock, in worker order,
-                     then updates each key once, and only then answers pulls of the next clock. A
-                     run has the bits of data parallelism with dt_embedding at ZeRO-0, for
-                     optimizers that a zero gradient changes nothing in (SGD, Adagrad, FTRL),
-                     whatever the number of servers; owned and served are equal too.
+       DT_PS_SYNC    An owner adds what all workers push for a key in a step, in worker order, then
+                     updates each key once, and only then answers pulls of the next step. For
+                     optimizers in which a zero gradient changes nothing (SGD, Adagrad, FTRL),
+                     training has the bits of data parallelism with dt_embedding at ZeRO-0, in both
+                     modes, whatever the number of servers.
        DT_PS_SSP     Stale synchronous parallel (Ho et al., NIPS 2013). A step is applied when it
                      arrives. A pull of a worker that has done c steps waits until the slowest
                      worker has done c - staleness. For example with staleness 2: a worker that has
@@ -860,15 +859,13 @@ DT_API int64_t dt_table_load(dt_table *table, const char *dir, dt_table_load_des
        DT_PS_ASYNC   Like SSP without a bound.
        DT_PS_GEO     Local SGD with asynchronous averaging (geo-SGD of Paddle). Each worker has a
                      replica of all rows, reads it and applies its own steps to it, with optimizer
-                     state of its own. After every geo_steps steps it exchanges: for each row that
-                     it has changed it sends the base, which is the row after the last exchange,
-                     and the target base + geo_scale (row - base). The owner sets its row to
-                     (row - base) + target, that is row + geo_scale times the worker's change; with
-                     no other change since the base this is the target, bit for bit, which adding a
-                     difference would not give. The worker then receives these rows and those that
-                     others have changed. So one worker with geo_scale 1 has the bits of local SGD,
-                     and workers without a common key those of DT_PS_SYNC. geo_scale 1 / workers
-                     averages the workers' changes.
+                     state of its own. After every geo_steps steps it sends, for each row that it
+                     has changed, the base, which is the row after the last exchange, and the target
+                     base + geo_scale (row - base). The owner sets its row to (row - base) + target:
+                     with no other change since the base the target, bit for bit. The worker then
+                     receives these rows and those that others have changed. So one worker with
+                     geo_scale 1 has the bits of local SGD, and workers without a common key those
+                     of DT_PS_SYNC. geo_scale 1 / workers averages the workers' changes.
 
    Except with DT_PS_GEO the sum over workers is not divided by their number: divide the loss by the
    whole batch. */
@@ -876,7 +873,9 @@ enum { DT_PS_SYNC = 0, DT_PS_ASYNC, DT_PS_SSP, DT_PS_GEO };
 enum { DT_PS_CREDITS = 4, DT_PS_HISTOGRAM = 16, DT_PS_RUN = 1024 };
 
 typedef struct dt_ps_desc {
-    dt_comm *comm; /* NULL means the world */
+    /* NULL means the world, also in place of a mesh's group of one rank. In a pipeline all stages'
+       ranks are workers in served mode; in owned mode comm has the ranks of the stage that reads */
+    dt_comm *comm;
     int servers;   /* 0: owned mode, DT_PS_SYNC only; else fewer than the ranks of comm */
     int mode;      /* DT_PS_* */
     int staleness; /* DT_PS_SSP: the bound, in clocks */
@@ -885,8 +884,7 @@ typedef struct dt_ps_desc {
        Servers keep values alone: their tables count as DT_TABLE_SGD */
     int geo_steps;
     double geo_scale;
-    /* most pulls that a worker has under way at once, and as many prefetches; 0 means
-       DT_PS_CREDITS */
+    /* most pulls that a worker has under way, and as many prefetches; 0 means DT_PS_CREDITS */
     int credits;
     /* Record and replay, NULL: off. Server i (from 0) writes the order in which requests came to
        the new file `record`.i, or takes requests in the order of the file `replay`.i. A replay of
@@ -905,10 +903,10 @@ DT_API dt_ps *dt_ps_make(dt_ctx *ctx, dt_ps_desc desc);
    With desc.memory_limit each owner has this limit. */
 DT_API int dt_ps_table(dt_ps *ps, dt_table_desc desc);
 /* [collective: comm] Adds a dense parameter of this shape and returns its table's number, from 0;
-   -1 on failure. Such a table has a key for each run of DT_PS_RUN elements, whose row is the run,
-   the last one padded (desc.width is ignored). All keys are pulled and pushed together, without
-   being sent. Initial values are those of dt_param(ctx, desc.name, shape, desc.init). DT_ERR_ARG:
-   the ranks' shapes differ, or desc asks for admission, ttl or threshold. */
+   -1 on failure. The parameter is cut into runs: pieces of DT_PS_RUN consecutive elements, the last
+   one padded; run k is the row of key k (desc.width is ignored). All runs are pulled and pushed
+   together, without their keys. Initial values are those of dt_param(ctx, desc.name, shape,
+   desc.init). DT_ERR_ARG: the ranks' shapes differ; desc has admission, ttl or threshold. */
 DT_API int dt_ps_dense(dt_ps *ps, dt_table_desc desc, dt_shape shape);
 /* [local] Returns 1 if this rank is a server, which must call dt_ps_serve; else 0. */
 DT_API int dt_ps_is_server(const dt_ps *ps);
@@ -925,10 +923,8 @@ DT_API dt_ps_pull *dt_ps_pull_start(
 DT_API dt_status dt_ps_wait(dt_ps *ps, dt_ps_pull *pull);
 /* [worker] Prefetch: starts to pull the rows of n keys for the step after the next dt_ps_step,
    while this step computes. For a dense table keys is NULL and n 0. The pull of that step with the
-   same keys in the same order takes them without a round trip. A server answers once it has applied
-   this worker's steps before it and the mode allows it, so results have the same bits. Does nothing
-   without servers, with DT_PS_GEO, or if desc.credits prefetches are under way; those of past steps
-   do not count. */
+   same keys in the same order takes them without a round trip, and with the same bits. Does nothing
+   without servers, with DT_PS_GEO, or if desc.credits prefetches are under way. */
 DT_API dt_status dt_ps_prefetch(dt_ps *ps, int table, const uint64_t *keys, size_t n);
 /* [worker; owned mode: collective: comm] Embedding lookup, an op on the tape: keys of shape (..)
    give a tensor (..,width) of the table's type. The backward adds the gradient of each key, row by
@@ -938,8 +934,8 @@ DT_API dt_status dt_ps_prefetch(dt_ps *ps, int table, const uint64_t *keys, size
 DT_API dt_tensor *dt_ps_embedding(dt_ps *ps, int table, const uint64_t *keys, dt_shape shape);
 /* [worker; owned mode: collective: comm] Reads a dense parameter, an op on the tape: a tensor of
    the shape of dt_ps_dense and of the table's type. The backward adds its gradient to the sum that
-   the next dt_ps_step pushes. Each call pulls the parameter: call it once in a micro-batch. CPU
-   tensors only, as dt_ps_embedding. */
+   the next dt_ps_step pushes. The first call in a step pulls the parameter; later ones, for example
+   in other micro-batches, read the same values. CPU tensors only, as dt_ps_embedding. */
 DT_API dt_tensor *dt_ps_dense_read(dt_ps *ps, int table);
 /* [worker; owned mode: collective: comm] Adds gradients (n,width), f32 or for an f64 table f64, to
    the sums of the next dt_ps_step, as the backward of dt_ps_embedding does. */
@@ -947,8 +943,7 @@ DT_API dt_status dt_ps_add(dt_ps *ps, int table, const uint64_t *keys, size_t n,
 /* [worker; owned mode: collective: comm] Ends the worker's step: pushes the sums of all tables and
    advances the worker's clock. In served mode it returns before the servers have applied the step,
    but after they have applied the one before. lr must be the same on all workers with DT_PS_SYNC.
-   A sum that is not finite fails with DT_ERR_NUMERIC before anything is sent; the text names
-   worker, table, key and column. */
+   A sum that is not finite fails before anything is sent: DT_ERR_NUMERIC names worker and key. */
 DT_API dt_status dt_ps_step(dt_ps *ps, double lr);
 /* [worker] Ends this worker's part in the run. The other workers no longer wait for its clock. */
 DT_API dt_status dt_ps_end(dt_ps *ps);
@@ -958,16 +953,14 @@ typedef struct dt_ps_stats {
     /* a worker's distinct keys, summed over pulls and steps; payload bytes of requests and answers,
        and in owned mode those that this rank exchanges with itself */
     int64_t pulled, pushed, bytes;
-    /* staleness[i]: answers that were i clocks stale when the server sent them: the clock of the
-       pull minus the number of steps of the slowest worker, whose pushes it includes. The last
-       entry counts all larger values */
+    /* staleness[i]: answers that were i clocks stale when sent: the clock of the pull minus the
+       slowest worker's number of steps, which it includes. The last entry counts larger values */
     int64_t staleness[DT_PS_HISTOGRAM];
     int64_t held; /* a server's pulls that had to wait for the slowest worker */
 } dt_ps_stats;
 /* [local] Returns the counts of this rank; zeros for NULL. */
 DT_API dt_ps_stats dt_ps_info(const dt_ps *ps);
-/* [local] Returns the part of a table that this rank owns, for dt_table_info and dt_table_shrink;
-   NULL if the rank owns none. */
+/* [local] Returns this rank's part of a table, for dt_table_info and dt_table_shrink, or NULL. */
 DT_API dt_table *dt_ps_owned(const dt_ps *ps, int table);
 
 /* Density rule: a dense parameter with all-reduce, or a sparse table on a parameter server? A step
@@ -976,12 +969,10 @@ DT_API dt_table *dt_ps_owned(const dt_ps *ps, int table);
        all-reduce          2 G w R (N-1)/N                 ZeRO-0: what the worker sends
        parameter server    u (8 + P w) + u (8 + G w)       pull: keys, rows; push: keys, sums
 
-   with P and G bytes for each number of a row and of its gradient. Both count each byte on the
-   network once: workers send all-reduce's bytes to each other, and exchange the others with servers
-   on other machines. In f32 the server moves less if u/R < (N-1)/N w/(w+2). Left out: headers,
-   counts and padding. Sources: Thakur, Rabenseifner and Gropp, "Optimization of Collective
-   Communication Operations in MPICH", IJHPCA 19 (2005), for all-reduce; Kim et al., "Parallax",
-   EuroSys 2019, for the choice by density. */
+   with P and G bytes for each number of a row and of its gradient, without headers, counts and
+   padding. Both count each byte on the network once, with servers on machines of their own. In f32
+   the server moves less if u/R < (N-1)/N w/(w+2). Sources: Thakur, Rabenseifner and Gropp, IJHPCA
+   19 (2005), for all-reduce; Kim et al., "Parallax", EuroSys 2019, for the choice by density. */
 typedef struct dt_ps_formula_desc {
     double rows;          /* R */
     double keys;          /* u: distinct keys of one worker in a step */
@@ -1002,8 +993,7 @@ DT_API dt_ps_bytes dt_ps_formula(dt_ps_formula_desc desc);
    workers' number of steps. A base has all rows; a delta has what changed since the snapshot before
    it. All ranks must see the folder `dir`, which is locked as in section 3. */
 typedef struct dt_ps_save_desc {
-    int delta; /* 0: saves a base; 1: a delta to the last snapshot that was saved to or loaded from
-                  `dir` */
+    int delta; /* 0: saves a base; 1: a delta to the last snapshot saved to or loaded from `dir` */
     int keep;  /* number of newest bases to keep, with their deltas, when a base is saved; 0: all */
 } dt_ps_save_desc;
 /* [collective: the workers that have not called dt_ps_end] Saves a snapshot between dt_ps_step and
@@ -1012,8 +1002,8 @@ typedef struct dt_ps_save_desc {
    a file operation failed, if another process saves to `dir` or if `dir` has a newer snapshot than
    this job has saved or loaded; earlier snapshots are untouched. DT_ERR_ARG: a delta without a
    snapshot before it; gradients that are not pushed; other arguments on another worker; or another
-   worker steps on instead. With DT_PS_GEO the workers first send what they have changed; the
-   optimizer states of their replicas are not saved. */
+   worker steps on instead. With DT_PS_GEO the workers first send what they have changed. Only rows
+   are saved then: after a load the replicas' optimizers begin anew, so the bits differ. */
 DT_API dt_status dt_ps_save(dt_ps *ps, const char *dir, dt_ps_save_desc desc);
 /* [collective: comm] Loads the newest intact snapshot and the chain that it needs, after the calls
    of dt_ps_table and before the first step; servers call it before dt_ps_serve. The numbers of
@@ -1072,6 +1062,9 @@ DT__CPP_WARNINGS_OFF
 #include <float.h>
 #include <limits.h>
 #include <sys/resource.h>
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
 DT__COLD_BEGIN
 
@@ -7868,6 +7861,11 @@ typedef struct dt__table_segment { /* 1 << segment_shift rows */
     char *notes; /* of each row: clock of the last push (int64_t); then shows, clicks (float) */
 } dt__table_segment;
 
+typedef struct dt__table_block { /* of the spill file */
+    uint64_t holes;              /* set of its free records */
+    int next;                    /* in the list of blocks with many */
+} dt__table_block;
+
 typedef struct dt__table_batch { /* buffers of a push, for `capacity` keys */
     size_t capacity, slots, sum_capacity;
     uint32_t *slot;        /* (slots) hash table of the batch: number of a distinct key */
@@ -7891,13 +7889,19 @@ struct dt_table {
     /* rows from next_row on were never used; list of the n_free removed rows */
     uint32_t next_row, free_row, n_free;
     /* spilling: most segments (0: no limit); rows that are made free for a part of a push; the
-       index shard and bucket at which the search for old rows goes on; the file, free records */
+       index shard and bucket at which the search for old rows goes on; the file */
     int max_segments, reserve, hand_shard, spill_fd;
-    uint32_t hand_bucket, next_record;
-    uint32_t *free_records;
-    int n_free_records, free_record_capacity;
-    char *record; /* of the spill file: the row's notes, values and state */
-    size_t record_bytes;
+    uint32_t hand_bucket;
+    /* a spilled row's record: notes, values, state; padded to 8; of the buffers from `block` on */
+    size_t record_bytes, stride, spill_bytes;
+    /* blocks of the spill file: records of each, at most 64; list of the blocks of which a quarter
+       or more is free, -1: none; buffer of a block */
+    int block_rows, n_blocks, block_capacity, open_block;
+    dt__table_block *blocks;
+    char *block;
+    /* (cache_rows) records that were read, and their numbers: n is at n % cache_rows */
+    uint32_t cache_rows, *cached;
+    char *cache;
     dt__table_batch batch;
     dt_table_stats stats;
     /* snapshots */
@@ -7968,8 +7972,10 @@ static void dt__table_clear(dt_table *t) {
     t->n_segments = 0;
     t->next_row = 0;
     t->free_row = DT__TABLE_EMPTY;
-    t->n_free = t->next_record = 0;
-    t->n_free_records = 0;
+    t->n_free = 0;
+    t->n_blocks = 0;
+    t->open_block = -1;
+    if (t->cached) memset(t->cached, 0xff, t->cache_rows * sizeof *t->cached);
     t->stats.rows = t->stats.pending = t->stats.spilled = 0;
     t->n_removed = 0;
 }
@@ -8054,57 +8060,103 @@ static uint32_t *dt__table_insert(dt_table *t, uint64_t key, uint64_t hash, uint
 
 /* ---- spilling ---- */
 
+/* A system call for each row would take longer than its update. So rows are written in blocks: into
+   the free records of a block that has many, which is read and written as a whole, or into a new
+   block. A record that is read is cached, because the push of a key follows its pull. */
+
 /* Frees the memory or the record of a row. */
-static dt_status dt__table_release(dt_table *t, uint32_t row) {
+static void dt__table_release(dt_table *t, uint32_t row) {
     if (row < DT__TABLE_SPILLED) {
         *dt__table_clock(t, row) = t->free_row;
         t->free_row = row;
         t->n_free++;
-        return DT_OK;
+        return;
     }
-    uint32_t *grown = (uint32_t *)dt__grow(t->ctx, t->free_records, t->n_free_records,
-        &t->free_record_capacity, sizeof *grown, t->desc.name);
-    if (!grown) return dt_error(t->ctx);
-    t->free_records = grown;
-    grown[t->n_free_records++] = row - DT__TABLE_SPILLED;
+    const uint32_t number = row - DT__TABLE_SPILLED, rows = (uint32_t)t->block_rows;
+    dt__table_block *b = &t->blocks[number / rows];
+    b->holes |= (uint64_t)1 << number % rows;
     t->stats.spilled--;
-    return DT_OK;
+    if (__builtin_popcountll(b->holes) != (t->block_rows + 3) / 4) return;
+    b->next = t->open_block;
+    t->open_block = (int)(number / rows);
 }
 
-/* Reads or writes the first bytes of the record of a spilled row, in t->record. */
-static dt_status dt__table_transfer(dt_table *t, uint32_t row, int writing, size_t bytes) {
+/* Reads or writes bytes of the spill file from record `number` on. */
+static dt_status dt__table_transfer(
+    dt_table *t, uint32_t number, int writing, char *data, size_t bytes) {
     int end = 0;
-    int64_t at = (int64_t)(row - DT__TABLE_SPILLED) * (int64_t)t->record_bytes, n = (int64_t)bytes;
-    if (dt__io_transfer(&t->ctx->io, t->spill_fd, writing, t->record, n, at, &end) == n)
-        return DT_OK;
+    int64_t at = (int64_t)number * (int64_t)t->stride, n = (int64_t)bytes;
+    if (dt__io_transfer(&t->ctx->io, t->spill_fd, writing, data, n, at, &end) == n) return DT_OK;
     if (end) errno = writing ? ENOSPC : DT__SHORTER;
     return dt__io_fail(t->ctx, "table '%s': %s %s", dt__printable_name(t->desc.name).s,
         writing ? "spilling rows to" : "reading rows from", t->desc.spill);
 }
 
-/* Returns the notes of a row. Those of a spilled row are in t->record, with values and state after
-   them. NULL on failure. */
+/* Returns a row's notes, after which a spilled row has values and state. NULL on failure. */
 static char *dt__table_notes(dt_table *t, uint32_t row) {
     if (row < DT__TABLE_SPILLED) return (char *)dt__table_clock(t, row);
-    return dt__table_transfer(t, row, 0, t->record_bytes) == DT_OK ? t->record : NULL;
+    const uint32_t number = row - DT__TABLE_SPILLED, at = number % t->cache_rows;
+    char *record = t->cache + at * t->stride;
+    if (t->cached[at] == number) return record;
+    t->cached[at] = DT__TABLE_EMPTY;
+    if (dt__table_transfer(t, number, 0, record, t->record_bytes) != DT_OK) return NULL;
+    t->cached[at] = number;
+    return record;
 }
 
-/* Moves the row of a slot to the spill file. */
-static dt_status dt__table_spill(dt_table *t, uint32_t *slot) {
-    char *p = t->record;
-    if (t->n_free_records == 0 && t->next_record == DT__TABLE_SPILLED)
+/* Sets *block to a block of the spill file with free records, and reads it to t->block. */
+static dt_status dt__table_open_block(dt_table *t, int *block) {
+    const uint32_t rows = (uint32_t)t->block_rows;
+    const uint64_t all = UINT64_MAX >> (64 - rows);
+    if (t->open_block >= 0) {
+        *block = t->open_block;
+        t->open_block = t->blocks[*block].next;
+        return t->blocks[*block].holes == all
+                   ? DT_OK
+                   : dt__table_transfer(t, (uint32_t)*block * rows, 0, t->block, rows * t->stride);
+    }
+    if ((uint32_t)t->n_blocks >= DT__TABLE_SPILLED / rows)
         return dt_fail(t->ctx, DT_ERR_UNSUPPORTED, "table '%s': at most %u spilled rows",
             dt__printable_name(t->desc.name).s, DT__TABLE_SPILLED);
-    uint32_t number =
-        t->n_free_records > 0 ? t->free_records[--t->n_free_records] : t->next_record++;
-    memcpy(p, dt__table_clock(t, *slot), t->note_bytes);
-    memcpy(p += t->note_bytes, dt__table_values(t, *slot), t->row_bytes);
-    if (t->state_bytes > 0) memcpy(p + t->row_bytes, dt__table_state(t, *slot), t->state_bytes);
-    number += DT__TABLE_SPILLED;
-    if (dt__table_transfer(t, number, 1, t->record_bytes) != DT_OK) return dt_error(t->ctx);
-    dt__table_release(t, *slot); /* a row in memory: cannot fail */
-    *slot = number;
-    t->stats.spilled++;
+    dt__table_block *grown = (dt__table_block *)dt__grow(
+        t->ctx, t->blocks, t->n_blocks, &t->block_capacity, sizeof *grown, t->desc.name);
+    if (!grown) return dt_error(t->ctx);
+    t->blocks = grown;
+    *block = t->n_blocks++;
+    grown[*block].holes = all;
+    return DT_OK;
+}
+
+/* Moves the rows of n slots to the spill file. */
+static dt_status dt__table_spill(dt_table *t, uint32_t *const *slots, int n) {
+    const uint32_t rows = (uint32_t)t->block_rows;
+    for (int at = 0, block = 0, used; at < n; at += used) {
+        uint32_t number[64];
+        if (dt__table_open_block(t, &block) != DT_OK) return dt_error(t->ctx);
+        uint64_t holes = t->blocks[block].holes;
+        for (used = 0; holes && at + used < n; holes &= holes - 1, used++) {
+            const uint32_t row = *slots[at + used], k = (uint32_t)__builtin_ctzll(holes);
+            char *p = t->block + k * t->stride;
+            number[used] = (uint32_t)block * rows + k;
+            memcpy(p, dt__table_clock(t, row), t->note_bytes);
+            memcpy(p += t->note_bytes, dt__table_values(t, row), t->row_bytes);
+            if (t->state_bytes > 0)
+                memcpy(p + t->row_bytes, dt__table_state(t, row), t->state_bytes);
+        }
+        if (dt__table_transfer(t, (uint32_t)block * rows, 1, t->block, rows * t->stride) != DT_OK)
+            return dt_error(t->ctx);
+        for (int i = 0; i < used; i++) {
+            uint32_t *slot = slots[at + i], *cached = &t->cached[number[i] % t->cache_rows];
+            if (*cached == number[i]) *cached = DT__TABLE_EMPTY;
+            dt__table_release(t, *slot);
+            *slot = DT__TABLE_SPILLED + number[i];
+        }
+        t->stats.spilled += used;
+        t->blocks[block].holes = holes;
+        if (__builtin_popcountll(holes) < (t->block_rows + 3) / 4) continue;
+        t->blocks[block].next = t->open_block;
+        t->open_block = block;
+    }
     return DT_OK;
 }
 
@@ -8128,16 +8180,17 @@ static dt_status dt__table_spill_some(dt_table *t) {
     }
     for (int i = 0; i < n; i++) __builtin_prefetch(dt__table_clock(t, *found[i]));
     for (int i = 0; i < n; i++) clock[i] = *dt__table_clock(t, *found[i]);
-    for (int spilled = 0; spilled < (n + 3) / 4; spilled++) {
-        int oldest = spilled;
-        for (int i = spilled + 1; i < n; i++)
+    const int quarter = (n + 3) / 4;
+    for (int chosen = 0; chosen < quarter; chosen++) {
+        int oldest = chosen;
+        for (int i = chosen + 1; i < n; i++)
             if (clock[i] < clock[oldest]) oldest = i;
         uint32_t *slot = found[oldest];
-        found[oldest] = found[spilled];
-        clock[oldest] = clock[spilled];
-        if (dt__table_spill(t, slot) != DT_OK) return dt_error(t->ctx);
+        found[oldest] = found[chosen];
+        clock[oldest] = clock[chosen];
+        found[chosen] = slot;
     }
-    return DT_OK;
+    return dt__table_spill(t, found, quarter);
 }
 
 /* If the table has a limit, makes n rows free. */
@@ -8179,7 +8232,7 @@ static dt_status dt__table_remove(dt_table *t, uint64_t key, uint32_t *slot) {
     if (*slot & DT__TABLE_PENDING) {
         t->stats.pending--;
     } else {
-        if (dt__table_release(t, *slot) != DT_OK) return dt_error(t->ctx);
+        dt__table_release(t, *slot);
         t->stats.rows--;
         t->stats.removed++;
     }
@@ -8271,7 +8324,7 @@ static uint32_t dt__table_fetch(dt_table *t, uint32_t *slot) {
     if (t->state_bytes > 0) memcpy(dt__table_state(t, row), p + t->row_bytes, t->state_bytes);
     t->stats.rows--; /* dt__table_new_row has counted it again */
     t->stats.fetched++;
-    if (dt__table_release(t, *slot) != DT_OK) return DT__TABLE_EMPTY;
+    dt__table_release(t, *slot);
     return *slot = row;
 }
 
@@ -8285,6 +8338,18 @@ DT__COLD_END
 #pragma GCC optimize("fp-contract=off")
 #endif
 
+/* roots = sqrt(x). A loop over sqrtf is not vectorized, because sqrtf may set errno. */
+static void dt__table_update_f32_roots(const float *x, float *roots, int n) {
+    int i = 0;
+#if defined(__SSE2__)
+    for (; i + 4 <= n; i += 4) _mm_storeu_ps(roots + i, _mm_sqrt_ps(_mm_loadu_ps(x + i)));
+#endif
+    for (; i < n; i++) roots[i] = sqrtf(x[i]);
+}
+static void dt__table_update_f64_roots(const double *x, double *roots, int n) {
+    for (int i = 0; i < n; i++) roots[i] = sqrt(x[i]);
+}
+
 /* Defines the update of one row for type R: w, g (width), s: the optimizer's state. The formulas
    are in section 5. */
 #define DT__TABLE_UPDATE(R, NAME, SQRT) \
@@ -8294,11 +8359,13 @@ DT__COLD_END
         const int n = d->width; \
         if (d->optimizer == DT_TABLE_SGD) \
             for (int i = 0; i < n; i++) w[i] -= lr * g[i]; \
-        if (d->optimizer == DT_TABLE_ADAGRAD) \
-            for (int i = 0; i < n; i++) { \
-                s[i] += g[i] * g[i]; \
-                w[i] -= lr * (g[i] / (SQRT(s[i]) + eps)); \
-            } \
+        for (int at = 0; at < n && d->optimizer == DT_TABLE_ADAGRAD; at += 64) { \
+            const int end = n - at < 64 ? n : at + 64; \
+            R roots[64]; \
+            for (int i = at; i < end; i++) s[i] += g[i] * g[i]; \
+            NAME##_roots(s + at, roots, end - at); \
+            for (int i = at; i < end; i++) w[i] -= lr * (g[i] / (roots[i - at] + eps)); \
+        } \
         if (d->optimizer == DT_TABLE_ROWWISE_ADAGRAD) { \
             R sum[4] = { 0, 0, 0, 0 }; \
             int i = 0; \
@@ -8665,9 +8732,8 @@ static uint32_t dt__table_stride(uint32_t count) {
 
 /* Calls each() for all keys of the index; each() may change or empty the slot. Buckets and rows are
    requested AHEAD buckets before their use. The order of the buckets jumps by a golden section of
-   the shard: if another table is filled in this order while it grows, for example by a load, any
-   first part of the keys is spread over all its buckets. In ascending order all would have their
-   homes in its first buckets, and each insertion would search through the full ones. */
+   the shard: in ascending order a load would fill the first buckets of a growing table first, and
+   each insertion would search through the full ones. */
 typedef dt_status (*dt__table_each)(dt_table *t, uint64_t key, uint32_t *slot, void *arg);
 static dt_status dt__table_scan(dt_table *t, dt__table_each each, void *arg, int notes_only) {
     enum { AHEAD = 8, RING = 32 };
@@ -8721,7 +8787,8 @@ static dt_status dt__table_shrink_one(dt_table *t, uint64_t key, uint32_t *slot,
     }
     if (old) return dt__table_remove(t, key, slot);
     int rewrite = d->threshold > 0 && *slot >= DT__TABLE_SPILLED;
-    return rewrite ? dt__table_transfer(t, *slot, 1, t->note_bytes) : DT_OK;
+    return rewrite ? dt__table_transfer(t, *slot - DT__TABLE_SPILLED, 1, notes, t->note_bytes)
+                   : DT_OK;
 }
 
 int64_t dt_table_shrink(dt_table *t, int64_t clock) {
@@ -8809,9 +8876,8 @@ static void dt__table_close(dt_ctx *ctx, void *user) {
     dt_free(ctx, DT_MEM_HOST, t->batch.slot, t->batch.slots * 4);
     dt_free(ctx, DT_MEM_HOST, t->batch.first, t->batch.capacity * 16);
     dt_free(ctx, DT_MEM_HOST, t->batch.sums, t->batch.sum_capacity * t->grad_bytes);
-    dt_free(ctx, DT_MEM_HOST, t->free_records,
-        (size_t)t->free_record_capacity * sizeof *t->free_records);
-    dt_free(ctx, DT_MEM_HOST, t->record, t->record_bytes);
+    dt_free(ctx, DT_MEM_HOST, t->blocks, (size_t)t->block_capacity * sizeof *t->blocks);
+    dt_free(ctx, DT_MEM_HOST, t->block, t->spill_bytes);
     if (t->spill_fd >= 0) ctx->io.close(ctx->io.user, t->spill_fd);
     dt__string_free(ctx, (char *)(uintptr_t)t->desc.spill);
     dt__string_free(ctx, (char *)(uintptr_t)t->desc.name);
@@ -8830,6 +8896,7 @@ static void dt__table_sizes(dt_table *t) {
     t->state_bytes = t->master_bytes + (size_t)states[d->optimizer] * size;
     t->note_bytes = d->threshold > 0 ? 16 : 8;
     t->record_bytes = t->note_bytes + t->row_bytes + t->state_bytes;
+    t->stride = (t->record_bytes + 7) / 8 * 8;
     /* a segment has at most 1 MiB and an eighth of a limit, and 16 (4) to 16,384 rows */
     int least = d->memory_limit > 0 ? 2 : 4;
     size_t most = d->memory_limit > 0 && d->memory_limit < 8u << 20 ? d->memory_limit / 8 : 1 << 20;
@@ -8837,7 +8904,14 @@ static void dt__table_sizes(dt_table *t) {
     while (t->segment_shift > least && t->record_bytes << t->segment_shift > most)
         t->segment_shift--;
     if (d->memory_limit == 0) return;
-    most = d->memory_limit / (t->record_bytes << t->segment_shift);
+    /* a block has at most 64 KiB; the cache has at most 1/16 of the limit */
+    most = (1 << 16) / t->stride;
+    t->block_rows = most < 1 ? 1 : most < 64 ? (int)most : 64;
+    t->cache_rows = 1;
+    while (t->cache_rows < 1 << 20 && 32 * t->cache_rows * t->stride <= d->memory_limit)
+        t->cache_rows *= 2;
+    t->spill_bytes = (size_t)t->block_rows * t->stride + t->cache_rows * (t->stride + 4);
+    most = (d->memory_limit - d->memory_limit / 16) / (t->record_bytes << t->segment_shift);
     uint32_t segments = DT__TABLE_SPILLED >> t->segment_shift;
     t->max_segments = most < 4 ? 4 : most < segments ? (int)most : (int)segments;
     uint32_t quarter = (uint32_t)t->max_segments << t->segment_shift >> 2;
@@ -8870,7 +8944,10 @@ dt_table *dt_table_make(dt_ctx *ctx, dt_table_desc desc) {
     t->listener.user = t;
     dt_listen(ctx, &t->listener);
     if (desc.memory_limit > 0 && dt_error(ctx) == DT_OK) {
-        t->record = (char *)dt_alloc(ctx, DT_MEM_HOST, t->record_bytes, desc.name);
+        t->block = (char *)dt__host_zeroed(ctx, t->spill_bytes, desc.name);
+        t->cache = t->block + (size_t)t->block_rows * t->stride;
+        if (t->block) t->cached = (uint32_t *)(void *)(t->cache + t->cache_rows * t->stride);
+        if (t->block) dt__table_clear(t);
         t->desc.spill = dt__concat_text(ctx, desc.spill, strlen(desc.spill), "");
         if (dt_error(ctx) == DT_OK) dt__table_spill_open(t);
     }
@@ -8900,10 +8977,9 @@ dt_table_stats dt_table_info(const dt_table *t) {
     s.total_bytes = s.row_bytes + s.state_bytes + s.index_bytes + rows * t->note_bytes + sizeof *t +
                     strlen(t->desc.name) + 1 + (size_t)t->segment_capacity * sizeof *t->segments +
                     (size_t)t->removed_capacity * sizeof *t->removed +
-                    (size_t)t->free_record_capacity * sizeof *t->free_records +
-                    (t->desc.spill ? t->record_bytes + strlen(t->desc.spill) + 1 : 0) +
-                    t->batch.slots * 4 + t->batch.capacity * 16 +
-                    t->batch.sum_capacity * t->grad_bytes;
+                    (size_t)t->block_capacity * sizeof *t->blocks + t->spill_bytes +
+                    (t->desc.spill ? strlen(t->desc.spill) + 1 : 0) + t->batch.slots * 4 +
+                    t->batch.capacity * 16 + t->batch.sum_capacity * t->grad_bytes;
     return s;
 }
 
@@ -9426,7 +9502,9 @@ typedef struct dt__ps_table {
     dt_shape shape;      /* of a dense table; else nd = -1 */
     dt__ps_buffer owned; /* of a dense table: the n_owned runs of this rank, ascending */
     size_t n_owned;
-    int reads; /* of a dense table: in this step */
+    /* of a dense table, a worker's: the values that it has read at clock read_clock (-1: none) */
+    dt__ps_buffer values, where; /* rows; (set.n) size_t: offset of each run's row in them */
+    int64_t read_clock;
 } dt__ps_table;
 enum { DT__PS_IN_MICRO = 1, DT__PS_IN_TOTAL = 2 };
 
@@ -9484,6 +9562,7 @@ struct dt_ps {
     dt__ps_buffer step;                /* its payloads, in owner order */
     dt__ps_buffer peer, reply;         /* of owned mode: what the other ranks sent; rows for them */
     dt__ps_buffer keys, grads;         /* of one table: the steps of all workers, in worker order */
+    size_t array_bytes;                /* of the arrays from here on that have ranks or workers */
     size_t *counts;                    /* (4 ranks) of all-to-all-v */
     const char **payloads;             /* (workers) steps that are applied together */
     int64_t *numbers;                  /* (2 ranks) */
@@ -9689,12 +9768,12 @@ static void dt__ps_free_requests(dt_ps *ps, dt__ps_request *r) {
 /* Frees the parameter server, when the context is freed; the context frees the tables. */
 static void dt__ps_close(dt_ctx *ctx, void *user) {
     dt_ps *ps = (dt_ps *)user;
-    size_t links = (size_t)ps->owners * sizeof *ps->links, n = (size_t)ps->ranks;
+    size_t links = (size_t)ps->owners * sizeof *ps->links;
     for (int i = 0; i < ps->n_tables; i++) {
         dt__ps_table *t = &ps->tables[i];
-        dt__ps_buffer *all[] = { &t->total, &t->micro, &t->flags, &t->opened, &t->owned,
-            &t->pairs };
-        for (int k = 0; k < 6; k++) dt__ps_drop(ps, all[k]);
+        dt__ps_buffer *all[] = { &t->total, &t->micro, &t->flags, &t->opened, &t->owned, &t->pairs,
+            &t->values, &t->where };
+        for (int k = 0; k < 8; k++) dt__ps_drop(ps, all[k]);
         dt__ps_drop_keys(ps, &t->set);
         dt__ps_drop_keys(ps, &t->changed);
     }
@@ -9717,14 +9796,7 @@ static void dt__ps_close(dt_ctx *ctx, void *user) {
     dt_free(ctx, DT_MEM_HOST, ps->tables, (size_t)ps->table_capacity * sizeof *ps->tables);
     dt_free(ctx, DT_MEM_HOST, ps->pulls, 2 * (size_t)ps->desc.credits * sizeof *ps->pulls);
     dt_free(ctx, DT_MEM_HOST, ps->links, links);
-    dt_free(ctx, DT_MEM_HOST, ps->counts, 4 * n * sizeof *ps->counts);
-    dt_free(ctx, DT_MEM_HOST, ps->numbers, 2 * n * sizeof *ps->numbers);
-    dt_free(ctx, DT_MEM_HOST, ps->rates, n * sizeof *ps->rates);
-    dt_free(ctx, DT_MEM_HOST, ps->payloads, (size_t)ps->workers * sizeof *ps->payloads);
-    dt_free(ctx, DT_MEM_HOST, ps->clocks, (size_t)ps->workers * sizeof *ps->clocks);
-    dt_free(ctx, DT_MEM_HOST, ps->seen, (size_t)ps->workers * sizeof *ps->seen);
-    dt_free(ctx, DT_MEM_HOST, ps->steps, (size_t)ps->workers * sizeof *ps->steps);
-    dt_free(ctx, DT_MEM_HOST, ps->saves, (size_t)ps->workers * sizeof *ps->saves);
+    dt_free(ctx, DT_MEM_HOST, ps->counts, ps->array_bytes);
     dt_free(ctx, DT_MEM_HOST, ps, sizeof *ps);
 }
 
@@ -9746,15 +9818,17 @@ static dt_status dt__ps_allocate(dt_ps *ps) {
     ps->pulls =
         (dt_ps_pull *)dt__host_zeroed(ctx, 2 * (size_t)ps->desc.credits * sizeof *ps->pulls, what);
     ps->links = (dt__ps_link *)dt__host_zeroed(ctx, o * sizeof *ps->links, what);
-    ps->counts = (size_t *)dt__host_zeroed(ctx, 4 * n * sizeof *ps->counts, what);
-    ps->numbers = (int64_t *)dt__host_zeroed(ctx, 2 * n * sizeof *ps->numbers, what);
-    ps->rates = (double *)dt__host_zeroed(ctx, n * sizeof *ps->rates, what);
-    ps->payloads = (const char **)dt__host_zeroed(ctx, w * sizeof *ps->payloads, what);
-    ps->clocks = (int64_t *)dt__host_zeroed(ctx, w * sizeof *ps->clocks, what);
-    ps->seen = (int64_t *)dt__host_zeroed(ctx, w * sizeof *ps->seen, what);
-    for (size_t i = 0; i < w && ps->seen; i++) ps->seen[i] = INT64_MIN; /* all rows are new to it */
-    ps->steps = (dt__ps_request **)dt__host_zeroed(ctx, w * sizeof *ps->steps, what);
-    ps->saves = (dt__ps_request **)dt__host_zeroed(ctx, w * sizeof *ps->saves, what);
+    ps->array_bytes = 8 * (7 * n + 5 * w);
+    ps->counts = (size_t *)dt__host_zeroed(ctx, ps->array_bytes, what);
+    if (!ps->counts) return dt_error(ctx);
+    ps->numbers = (int64_t *)(void *)(ps->counts + 4 * n);
+    ps->rates = (double *)(void *)(ps->numbers + 2 * n);
+    ps->clocks = (int64_t *)(void *)(ps->rates + n);
+    ps->seen = ps->clocks + w;
+    for (size_t i = 0; i < w; i++) ps->seen[i] = INT64_MIN; /* all rows are new to it */
+    ps->payloads = (const char **)(void *)(ps->seen + w);
+    ps->steps = (dt__ps_request **)(void *)(ps->payloads + w);
+    ps->saves = ps->steps + w;
     for (int i = 0; i < 2 * ps->desc.credits && ps->pulls; i++) {
         ps->pulls[i].slot = i;
         ps->pulls[i].links = (dt__ps_link *)dt__host_zeroed(ctx, o * sizeof *ps->links, what);
@@ -9851,6 +9925,7 @@ static int dt__ps_table_add(dt_ps *ps, dt_table_desc desc) {
     memset(&grown[ps->n_tables], 0, sizeof *grown);
     grown[ps->n_tables].table = table;
     grown[ps->n_tables].shape.nd = -1;
+    grown[ps->n_tables].read_clock = -1;
     return ps->n_tables++;
 }
 
@@ -9934,8 +10009,7 @@ static dt_status dt__ps_add(
 
 static dt_status dt__ps_exchange_changes(dt_ps *ps);
 
-/* Sorts the distinct keys of a pull, or all keys of a dense table, by owner, and fills in `where`
-   and the links. */
+/* Sorts the keys of a pull, or of a dense table, by owner; fills in `where` and the links. */
 static dt_status dt__ps_sort(
     dt_ps *ps, dt_ps_pull *p, const dt__ps_keys *set, size_t row_bytes, size_t head) {
     const size_t u = set->n;
@@ -10032,8 +10106,7 @@ static void dt__ps_drop_prefetch(dt_ps *ps, dt_ps_pull *p) {
     p->busy = DT__PS_FREE;
 }
 
-/* Returns a free pull for a caller or for a prefetch, or NULL. Unused prefetches of past steps
-   are dropped. */
+/* Returns a free pull for a caller or a prefetch, or NULL. Drops prefetches of past steps. */
 static dt_ps_pull *dt__ps_free_pull(dt_ps *ps, int kind) {
     dt_ps_pull *p = ps->pulls + (kind == DT__PS_PREFETCH ? ps->desc.credits : 0), *found = NULL;
     for (int i = 0; i < ps->desc.credits && !found; i++, p++) {
@@ -10082,8 +10155,8 @@ static dt_ps_pull *dt__ps_prefetched(dt_ps *ps, int table, const uint64_t *keys,
             p->n != n)
             continue;
         const uint32_t *number = (const uint32_t *)(void *)p->number.p;
-        size_t same = 0;
-        while (same < n && (!keys || dt__ps_key_list(&p->set)[number[same]] == keys[same])) same++;
+        size_t same = keys ? 0 : n;
+        while (same < n && (dt__ps_key_list(&p->set)[number[same]] == keys[same])) same++;
         if (same == n) return p;
     }
     return NULL;
@@ -10159,9 +10232,8 @@ static void dt__ps_note_staleness(dt_ps *ps, int64_t clock, int64_t slowest) {
     ps->stats.staleness[stale < DT_PS_HISTOGRAM ? stale : DT_PS_HISTOGRAM - 1]++;
 }
 
-static dt_status dt__ps_wait(dt_ps *ps, dt_ps_pull *p) {
-    if (dt__ps_usable(ps) != DT_OK || !p) return dt__ps_usable(ps);
-    if (!p->busy) return dt_fail(ps->ctx, DT_ERR_ARG, "dt_ps_wait: no pull is under way");
+/* Waits for the answers to a pull, and frees the pull. Its rows stay until the next one. */
+static dt_status dt__ps_finish_pull(dt_ps *ps, dt_ps_pull *p) {
     for (int o = 0; o < ps->owners; o++) {
         dt__ps_link *l = &p->links[o];
         if (!l->work[0]) continue;
@@ -10171,18 +10243,57 @@ static dt_status dt__ps_wait(dt_ps *ps, dt_ps_pull *p) {
         memcpy(&answer, p->rows.p + l->answer, sizeof answer);
         dt__ps_note_staleness(ps, p->clock, answer.clock);
     }
-    const dt__ps_table *t = &ps->tables[p->table];
-    const size_t bytes = t->table->row_bytes;
-    const uint32_t *number = (const uint32_t *)(void *)p->number.p;
-    const size_t *where = (const size_t *)(void *)p->where.p;
-    if (t->shape.nd < 0)
-        for (size_t i = 0; i < p->n; i++)
-            memcpy((char *)p->out + i * bytes, p->rows.p + where[number[i]], bytes);
-    size_t rest = t->shape.nd < 0 ? 0 : p->n * dt_dtype_size(t->table->desc.dtype);
-    for (size_t k = 0, at = 0; at < rest; k++, at += bytes)
-        memcpy((char *)p->out + at, p->rows.p + where[k], rest - at < bytes ? rest - at : bytes);
     p->busy = DT__PS_FREE;
     return dt_error(ps->ctx);
+}
+
+static dt_status dt__ps_wait(dt_ps *ps, dt_ps_pull *p) {
+    if (dt__ps_usable(ps) != DT_OK || !p) return dt__ps_usable(ps);
+    if (!p->busy) return dt_fail(ps->ctx, DT_ERR_ARG, "dt_ps_wait: no pull is under way");
+    if (dt__ps_finish_pull(ps, p) != DT_OK) return dt_error(ps->ctx);
+    const size_t bytes = ps->tables[p->table].table->row_bytes;
+    const uint32_t *number = (const uint32_t *)(void *)p->number.p;
+    const size_t *where = (const size_t *)(void *)p->where.p;
+    for (size_t i = 0; i < p->n; i++)
+        memcpy((char *)p->out + i * bytes, p->rows.p + where[number[i]], bytes);
+    return DT_OK;
+}
+
+/* Brings the values of a dense table for this step. The pulls of the dense tables that the worker
+   has read in its last step too run at the same time. */
+static dt_status dt__ps_pull_values(dt_ps *ps, int table) {
+    const int64_t clock = ps->stats.clock;
+    dt__ps_table *t = &ps->tables[table];
+    for (int i = 0; i < ps->n_tables; i++) {
+        const dt__ps_table *other = &ps->tables[i];
+        const size_t n = other->shape.nd < 0 ? 0 : (size_t)dt_count(other->shape);
+        if (n > 0 && i != table && other->read_clock >= 0 && other->read_clock == clock - 1 &&
+            !dt__ps_prefetched(ps, i, NULL, n))
+            dt__ps_prefetch_start(ps, i, NULL, n, clock);
+    }
+    dt_ps_pull *p = dt__ps_pull(ps, table, NULL, (size_t)dt_count(t->shape), NULL);
+    if (!p || dt__ps_finish_pull(ps, p) != DT_OK) return dt_error(ps->ctx);
+    dt__ps_buffer values = p->rows, where = p->where;
+    p->rows = t->values;
+    p->where = t->where;
+    t->values = values;
+    t->where = where;
+    t->read_clock = clock;
+    return DT_OK;
+}
+
+/* Copies the values of a dense table to `out`. They are those of the first read in this step. */
+static dt_status dt__ps_read_values(dt_ps *ps, int table, char *out) {
+    const dt__ps_table *t = &ps->tables[table];
+    const size_t n = (size_t)dt_count(t->shape), row = t->table->row_bytes,
+                 bytes = n * dt_dtype_size(t->table->desc.dtype);
+    if (ps->desc.mode == DT_PS_GEO) return dt__ps_wait(ps, dt__ps_pull(ps, table, NULL, n, out));
+    if (t->read_clock != ps->stats.clock && dt__ps_pull_values(ps, table) != DT_OK)
+        return dt_error(ps->ctx);
+    const size_t *where = (const size_t *)(const void *)t->where.p;
+    for (size_t k = 0, at = 0; at < bytes; k++, at += row)
+        memcpy(out + at, t->values.p + where[k], bytes - at < row ? bytes - at : row);
+    return DT_OK;
 }
 
 /* ---- embedding ---- */
@@ -10212,7 +10323,9 @@ static dt_tensor *dt__ps_lookup_op(
                (dt_tensor *)NULL;
     dt_tensor *source = dt_require_grad(dt_new(ps->ctx, dtype, DT_SHAPE(1)));
     dt_tensor *out = source ? dt_new(ps->ctx, dtype, shape) : NULL;
-    if (!out || dt__ps_wait(ps, dt__ps_pull(ps, table, keys, n, out->data)) != DT_OK) return NULL;
+    if (!out || (keys ? dt__ps_wait(ps, dt__ps_pull(ps, table, keys, n, out->data))
+                      : dt__ps_read_values(ps, table, (char *)out->data)) != DT_OK)
+        return NULL;
     const size_t bytes = keys ? n * sizeof *keys : 0;
     dt__ps_lookup *saved =
         (dt__ps_lookup *)dt_record_saved(out, (dt_record_desc){ .name = name,
@@ -10244,18 +10357,7 @@ static dt_tensor *dt__ps_embedding(dt_ps *ps, int table, const uint64_t *keys, d
 static dt_tensor *dt__ps_dense_read(dt_ps *ps, int table) {
     dt__ps_table *t = dt__ps_use(ps, "dt_ps_dense_read", table, 1);
     if (!t) return NULL;
-    size_t n = (size_t)dt_count(t->shape);
-    /* the program will read the other dense parameters too: all pulls run at the same time */
-    int is_here = dt__ps_prefetched(ps, table, NULL, n) != NULL;
-    for (int i = 0; i < ps->n_tables && !is_here; i++) {
-        int other = (table + i) % ps->n_tables;
-        const dt_shape shape = ps->tables[other].shape;
-        if (shape.nd >= 0 && ps->tables[other].reads <= t->reads &&
-            !dt__ps_prefetched(ps, other, NULL, (size_t)dt_count(shape)))
-            dt__ps_prefetch_start(ps, other, NULL, (size_t)dt_count(shape), ps->stats.clock);
-    }
-    t->reads++;
-    return dt__ps_lookup_op(ps, "dt_ps_dense_read", table, NULL, n, t->shape);
+    return dt__ps_lookup_op(ps, "dt_ps_dense_read", table, NULL, 0, t->shape);
 }
 
 // ==== 28. Parameter server: steps, servers ======================================================
@@ -10274,8 +10376,7 @@ static size_t dt__ps_push_bytes(const dt_ps *ps, int table) {
     return ps->tables[table].table->grad_bytes << (ps->desc.mode == DT_PS_GEO);
 }
 
-/* Returns the bytes of a step's payload: `counts` keys of each table. With `table` only the bytes
-   before the keys of that table. */
+/* Returns the bytes of the first `table` tables in a step's payload of `counts` keys each. */
 static size_t dt__ps_step_bytes(const dt_ps *ps, const int64_t *counts, int table) {
     size_t bytes = (size_t)ps->n_tables * sizeof *counts;
     for (int i = 0; i < table; i++)
@@ -10582,7 +10683,7 @@ static dt_status dt__ps_step(dt_ps *ps, double lr) {
         dt__ps_exchange_steps(ps, lr);
     for (int i = 0; i < ps->n_tables; i++) {
         dt__ps_table *t = &ps->tables[i];
-        t->has_total = t->reads = 0;
+        t->has_total = 0;
         if (t->shape.nd < 0)
             dt__ps_clear(&t->set);
         else
@@ -10624,8 +10725,7 @@ static void dt__ps_recycle(dt_ps *ps, dt__ps_request *r) {
     ps->spare = r;
 }
 
-/* Makes a request or an answer of the spare one with the smallest payload that suffices, else of
-   the largest. */
+/* Makes a request of the smallest spare one that is large enough, else of the largest. */
 static dt__ps_request *dt__ps_request_make(dt_ps *ps, size_t bytes) {
     dt__ps_request **best = NULL, *r;
     for (dt__ps_request **at = &ps->spare; *at; at = &(*at)->next) {
@@ -10678,8 +10778,7 @@ static void dt__ps_acknowledge(dt_ps *ps, int worker, size_t bytes) {
 
 /* Returns 1 if a pull may be answered: its own worker's steps before it are applied (a prefetch may
    come before them), and those of the slowest worker up to the bound; or the worker has ended and
-   does not read the answer. This test of the bound is the only one in the protocol: synchronous
-   training is the bound 0. */
+   does not read the answer. No other test uses the bound: synchronous training is the bound 0. */
 static int dt__ps_may_read(const dt_ps *ps, const dt__ps_request *r) {
     const int64_t clock = r->header.clock, own = ps->clocks[r->from];
     if (own == INT64_MAX) return 1;
@@ -10954,8 +11053,7 @@ static dt__ps_request *dt__ps_receive(dt_ps *ps) {
     return r;
 }
 
-/* After a failure: says for which worker the others have waited, because their own errors can only
-   name the server. */
+/* After a failure: names the worker for whom the others have waited; their errors cannot. */
 static void dt__ps_say_slowest(dt_ps *ps) {
     int waits = ps->held != NULL;
     for (int w = 0; w < ps->workers; w++) waits |= ps->steps[w] != NULL || ps->saves[w] != NULL;
@@ -11304,8 +11402,7 @@ static int dt__ps_chain(dt_ps *ps, const char *dir, dt__ckpt_id id, dt__ckpt_id 
     return 0;
 }
 
-/* [collective: comm] Loads the chain that ends in the snapshot `id`. Returns 1 if it is intact on
-   all owners. */
+/* [collective: comm] Loads the chain that ends in `id`. Returns 1 if it is intact on all owners. */
 static int dt__ps_load_chain(dt_ps *ps, const char *dir, dt__ckpt_id id) {
     dt__ps_snapshot h;
     const size_t bytes = DT__SNAPSHOT_CHAIN * sizeof id;
@@ -11355,7 +11452,10 @@ static int64_t dt__ps_load(dt_ps *ps, const char *dir) {
     ps->saved = at;
     ps->newest_known = newest;
     memcpy(ps->dir, copy, strlen(copy) + 1);
-    for (int i = 0; i < ps->n_tables; i++) dt__ps_saved(ps->tables[i].table, at);
+    for (int i = 0; i < ps->n_tables; i++) {
+        dt__ps_saved(ps->tables[i].table, at);
+        ps->tables[i].read_clock = -1;
+    }
     for (int w = 0; w < ps->workers; w++) ps->clocks[w] = at.step;
     ps->applied = at.step;
     if (!dt_ps_is_server(ps)) ps->stats.clock = at.step;

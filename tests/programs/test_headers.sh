@@ -496,8 +496,8 @@ group_text() {
         n=$(wc -l <"$h")
         : >"$log"
         most=6000
-        # 1,900 of them are checkpoints, 1,700 sparse tables, 570 Muon, 400 parameter groups, freezing and the EMA
-        [ "$h" != dt_zero.h ] || most=11500
+        # 1,900 of them are checkpoints, 1,800 sparse tables with blocks of spilled rows, 570 Muon, 400 parameter groups, freezing and the EMA
+        [ "$h" != dt_zero.h ] || most=11560
         # 2,300 of them read and write JSON and weight files, 700 place tensors, 330 store blocks of LoRA's base, 200 let
         # activations and gradients share memory
         [ "$h" != dt_tensor.h ] || most=17950
@@ -714,7 +714,7 @@ $(for i in $(seq 80); do echo "    x += y;"; done)
     expect "a function without a comment" 'dt_planted_bare'
     expect "a comment without a tag" 'dt_planted_untagged'
     expect "a long line" '^    [0-9]+: 106 columns'
-    expect "a long header" 'dt_zero.h: .*lines, at most 11500'
+    expect "a long header" 'dt_zero.h: .*lines, at most 11560'
     expect "a long function" 'dt__planted_long has 8[0-9] lines'
     expect "work left to do" '/\* TODO \*/'
     expect "private names in examples" 'planted.c:1:int x =  dt__private'

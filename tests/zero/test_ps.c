@@ -903,6 +903,154 @@ static void test_types(void) {
         }
 }
 
+/* ---- pipelines ---- */
+
+enum { PIPE_MICROS = 4, PIPE_STAGES = 4, PIPE_SEQ = BATCH * SLOTS };
+typedef struct piped {
+    int dp, servers, kind; /* servers -1: the oracle; kind of schedule */
+    int optimizer, recompute;
+    float rows[ROWS * WIDTH], weights[PIPE_STAGES][WIDTH * WIDTH];
+    int64_t pulled, stages; /* of the first replica of the last pipeline rank, with servers */
+} piped;
+
+typedef struct stages {
+    const piped *t;
+    dt_ctx *ctx;
+    dt_ps *ps;
+    dt_tensor *param, *weights[PIPE_STAGES];
+    int table, tables[PIPE_STAGES], count, step, dp;
+    uint64_t keys[PIPE_SEQ];
+} stages;
+
+static dt_tensor *pipe_lookup(stages *s, int micro) {
+    static const training no_training;
+    int32_t ids[PIPE_SEQ];
+    draw_keys(&no_training, s->keys, ids, s->dp, s->step, micro, 0);
+    const dt_shape shape = DT_SHAPE(PIPE_SEQ);
+    return s->param ? dt_embedding(s->param, dt_input(s->ctx, DT_I32, shape, ids))
+                    : dt_ps_embedding(s->ps, s->table, s->keys, shape);
+}
+
+typedef struct pipe_call {
+    stages *s;
+    int stage, micro;
+} pipe_call;
+
+static dt_tensor *pipe_layer(dt_tensor *x, void *user) {
+    const pipe_call *c = (const pipe_call *)user;
+    stages *s = c->s;
+    if (c->stage == 0) x = pipe_lookup(s, c->micro);
+    dt_tensor *w = s->weights[c->stage];
+    if (!w) w = dt_ps_dense_read(s->ps, s->tables[c->stage]);
+    return dt_add(x, dt_tanh(dt_linear(x, w, NULL)));
+}
+
+static dt_tensor *pipe_stage(dt_tensor *x, int stage, int micro, void *user) {
+    stages *s = (stages *)user;
+    float want[PIPE_SEQ * WIDTH];
+    pipe_call call = { s, stage, micro };
+    dt_block_desc d = { .recompute = s->t->recompute, .user_bytes = sizeof call };
+    x = stage > 0 ? dt_block_at(s->ctx, pipe_layer, x, &call, d) : pipe_layer(NULL, &call);
+    if (stage + 1 < s->count) return x;
+    for (int i = 0; i < PIPE_SEQ * WIDTH; i++)
+        want[i] = (float)((i * 37 + s->dp * 11 + s->step * 5 + micro * 3) % 23) / 16 - 0.6f;
+    dt_tensor *y = dt_input(s->ctx, DT_F32, DT_SHAPE(PIPE_SEQ, WIDTH), want);
+    return dt_mse(x, y, 300);
+}
+
+/* Rank pp * dp + i is replica i of pipeline rank pp of 2; then come the servers. Without servers
+   the first pipeline rank owns the table, and ZeRO-0 trains the dense parameters. */
+static dt_status pipe_train(dt_ctx *ctx, void *user) {
+    piped *t = (piped *)user;
+    const int rank = dt_ctx_rank(ctx), pp = rank / t->dp, served = t->servers > 0;
+    static const char *const names[PIPE_STAGES] = { "w0", "w1", "w2", "w3" };
+    training like = make(t->dp, t->servers, t->optimizer, PIPE_MICROS, 0);
+    stages s = { .t = t, .ctx = ctx, .dp = rank % t->dp };
+    dt_comm *replicas = dt_comm_split(dt_world(ctx), pp < 2 ? pp : -1, 0, "replicas"),
+            *line = dt_comm_split(dt_world(ctx), pp < 2 ? s.dp : -1, 0, "line");
+    dt_schedule *schedule = dt_schedule_make(
+        ctx, (dt_schedule_desc){ .kind = t->kind, .ranks = 2, .micros = PIPE_MICROS });
+    s.count = dt_schedule_stages(schedule);
+    dt_zero *zero = NULL;
+    if (served || (t->servers == 0 && pp == 0))
+        s.ps = dt_ps_make(
+            ctx, (dt_ps_desc){ .comm = served ? NULL : replicas, .servers = t->servers });
+    if (s.ps) s.table = dt_ps_table(s.ps, table_desc(&like));
+    for (int i = 0; i < s.count && served; i++)
+        s.tables[i] = dt_ps_dense(s.ps,
+            (dt_table_desc){ .name = names[i], .optimizer = t->optimizer, .init = DT_NORMAL(0.3) },
+            DT_SHAPE(WIDTH, WIDTH));
+    if (served && dt_ps_is_server(s.ps)) return dt_ps_serve(s.ps);
+    if (!served) {
+        dt_mesh mesh = dt_mesh_make(ctx, (dt_mesh_desc){ .dp = t->dp, .pp = 2 });
+        for (int i = 0; i < s.count; i++) {
+            if (dt_schedule_rank_of(schedule, i) != pp) continue;
+            dt_stage(ctx, i);
+            if (i == 0 && t->servers < 0)
+                s.param = dt_param(ctx, "emb", DT_SHAPE(ROWS, WIDTH), table_desc(&like).init);
+            s.weights[i] = dt_param(ctx, names[i], DT_SHAPE(WIDTH, WIDTH), DT_NORMAL(0.3));
+        }
+        dt_zero_desc d = { .mesh = &mesh };
+        d.optimizer = t->optimizer == DT_TABLE_SGD ? DT_SGD : DT_OPTIMIZER_CUSTOM;
+        if (d.optimizer != DT_SGD) d.update = update, d.user = &like.optimizer, d.states = 2;
+        zero = dt_zero_make(ctx, d);
+    }
+    for (s.step = 0; s.step < STEPS && dt_error(ctx) == DT_OK; s.step++) {
+        dt_pipe_run(ctx,
+            (dt_pipe_desc){ .schedule = schedule, .comm = line, .run = pipe_stage, .user = &s });
+        if (s.ps) dt_ps_step(s.ps, 0.1);
+        if (zero) dt_zero_step(zero, 0.1);
+    }
+    if (pp == 0 && s.ps) {
+        float rows[ROWS * WIDTH];
+        read_rows(s.ps, s.table, rows);
+        if (rank == 0) memcpy(t->rows, rows, sizeof rows);
+    } else if (rank == 0) {
+        dt_read(s.param, t->rows);
+    }
+    for (int i = 0; i < s.count; i++) {
+        if (dt_schedule_rank_of(schedule, i) != pp) continue;
+        dt_tensor *w = served ? dt_ps_dense_read(s.ps, s.tables[i]) : s.weights[i];
+        if (s.dp == 0) dt_read(w, t->weights[i]);
+    }
+    if (s.ps) dt_ps_end(s.ps);
+    if (rank == t->dp) t->pulled = dt_ps_info(s.ps).pulled, t->stages = s.count / 2;
+    return dt_error(ctx);
+}
+
+/* In a pipeline whose first stage reads a table, the rows and the dense parameters have the bits of
+   dt_embedding and ZeRO-0 in the same layout. */
+static void test_pipeline(void) {
+    static const int kinds[] = { DT_SCHEDULE_AFAB, DT_SCHEDULE_1F1B, DT_SCHEDULE_INTERLEAVED,
+        DT_SCHEDULE_ZB, DT_SCHEDULE_ZBV };
+    for (int k = 0; k < 10; k++) {
+        piped want;
+        for (int servers = -1; servers <= 2; servers++) {
+            piped t = { .dp = 1 + k % 2, .servers = servers, .kind = kinds[k / 2] };
+            t.optimizer = k % 3 ? DT_TABLE_ADAGRAD : DT_TABLE_SGD;
+            t.recompute = k % 4 > 1;
+            dt_report report;
+            dt_host host = *dt_host_default();
+            host.log = no_log;
+            memset(&report, 0, sizeof report);
+            int ranks = 2 * t.dp + (servers > 0 ? servers : 0);
+            CHECK_MSG(dt_run(
+                          (dt_run_desc){
+                              .ranks = ranks, .timeout_s = 60, .host = &host, .report = &report },
+                          pipe_train, &t) == DT_OK,
+                "schedule %d, dp %d, %d servers: %s", t.kind, t.dp, servers, report.text);
+            if (servers < 0) want = t;
+            CHECK_MSG(memcmp(t.rows, want.rows, sizeof t.rows) == 0 &&
+                          memcmp(t.weights, want.weights, sizeof t.weights) == 0,
+                "pp 2 x dp %d, schedule %d, %d servers: not the bits of dt_embedding", t.dp, t.kind,
+                servers);
+            /* a step pulls each dense parameter once, and only those that its stages read */
+            CHECK_MSG(servers <= 0 || t.pulled == (STEPS + 1) * t.stages,
+                "%d stages have pulled %d runs in %d steps", (int)t.stages, (int)t.pulled, STEPS);
+        }
+    }
+}
+
 int main(void) {
     test_equals_dp(DT_BACKEND_THREADS, MAX_WORKERS);
     test_equals_dp(DT_BACKEND_PROCS, 2);
@@ -915,6 +1063,7 @@ int main(void) {
     test_geo_shared();
     test_formula();
     test_types();
+    test_pipeline();
     test_tcp();
     test_idle_and_death();
     test_misuse();

@@ -76,7 +76,7 @@ static void read_rows(dt_ps *ps, const int *tables, job *j) {
     for (int i = 0; i < KEYS; i++) keys[i] = (uint64_t)i * 0x9E3779B97F4A7C15ull;
     dt_ps_wait(ps, dt_ps_pull_start(ps, tables[0], keys, KEYS, a));
     dt_ps_wait(ps, dt_ps_pull_start(ps, tables[1], keys, KEYS, b));
-    if (dt_ctx_rank(ps->ctx) != 0) return;
+    if (!ps || dt_ctx_rank(ps->ctx) != 0) return;
     memcpy(j->a, a, sizeof a);
     memcpy(j->b, b, sizeof b);
 }

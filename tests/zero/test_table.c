@@ -689,6 +689,57 @@ static void test_large(void) {
     disk_free(&disk);
 }
 
+/* Many blocks of the spill file: the rows of a table with a limit are those of one without, and no
+   block stays with more than a quarter of free records while others are added. */
+static void test_spill_blocks(void) {
+    enum { KEYS_ALL = 6000, N = 400, W = 3, STEPS = 120 };
+    static uint64_t keys[KEYS_ALL];
+    static float grads[N * W], rows[2][KEYS_ALL * W];
+    disk disk;
+    disk_seat seat = { &disk, "", 0, 0, 0 };
+    dt_io io = disk_io(&seat);
+    disk_make(&disk);
+    io.make_folder(io.user, "s");
+    dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .seed = 5, .kernels = dt_kernels_cpu(), .io = &io });
+    dt_table_desc d = { .name = "t",
+        .width = W,
+        .dtype = DT_BF16, /* records of 32 bytes, 30 of them used */
+        .init = DT_UNIFORM(0.01),
+        .optimizer = DT_TABLE_ADAGRAD,
+        .ttl = 40 };
+    dt_table *free_table = dt_table_make(ctx, d);
+    d.memory_limit = 20000;
+    d.spill = "s";
+    dt_table *t = dt_table_make(ctx, d);
+    uint64_t x = 3;
+    int64_t most = 0;
+    int different = 0;
+    for (int64_t step = 1; step <= STEPS; step++) {
+        for (int i = 0; i < N; i++) keys[i] = (uint64_t)draw(&x, step < 80 ? KEYS_ALL : 1000);
+        for (int i = 0; i < N * W; i++) grads[i] = (float)draw(&x, 100) / 50 - 1;
+        dt_table_pull(t, keys, N, rows[0]);
+        dt_table_push(t, keys, N, grads, (dt_table_push_desc){ .lr = 0.1, .clock = step });
+        dt_table_push(free_table, keys, N, grads, (dt_table_push_desc){ .lr = 0.1, .clock = step });
+        if (step % 10 == 0) dt_table_shrink(t, step), dt_table_shrink(free_table, step);
+        int64_t records = dt_table_info(t).spilled;
+        most = records > most ? records : most;
+        for (uint64_t k = 0; k < KEYS_ALL && step % 20 == 0; k++) keys[k] = k;
+        if (step % 20 > 0) continue;
+        dt_table_pull(t, keys, KEYS_ALL, rows[0]);
+        dt_table_pull(free_table, keys, KEYS_ALL, rows[1]);
+        different += memcmp(rows[0], rows[1], 2 * KEYS_ALL * W) != 0;
+    }
+    CHECK_MSG(
+        different == 0, "%d of 6 comparisons differ from the table without a limit", different);
+    CHECK_MSG(most > 3000 && t->n_blocks * (int64_t)t->block_rows <= most * 4 / 3 + 128,
+        "%d blocks for %lld rows", t->n_blocks, (long long)most);
+    CHECK(
+        dt_table_info(t).rows == dt_table_info(free_table).rows && dt_table_info(t).fetched > 5000);
+    CHECK_MSG(dt_error(ctx) == DT_OK, "%s", dt_error_text(ctx));
+    dt_ctx_free(ctx);
+    disk_free(&disk);
+}
+
 /* ---- saves that fail ---- */
 
 typedef struct scene {
@@ -738,13 +789,13 @@ static uint64_t digest(const scene *s) {
         }
         const char *record = dt__table_notes(s->t, *slot);
         if (!record) return 0;
-        if (*slot < DT__TABLE_SPILLED) {
-            memcpy(s->t->record, record, s->t->note_bytes);
-            memcpy(s->t->record + s->t->note_bytes, dt__table_values(s->t, *slot), s->t->row_bytes);
-            memcpy(s->t->record + s->t->note_bytes + s->t->row_bytes, dt__table_state(s->t, *slot),
-                s->t->state_bytes);
-        }
-        h = dt__digest(h, s->t->record, s->t->record_bytes);
+        char copy[200];
+        const size_t notes = s->t->note_bytes, row = s->t->row_bytes;
+        const int spilled = *slot >= DT__TABLE_SPILLED;
+        memcpy(copy, record, spilled ? s->t->record_bytes : notes);
+        if (!spilled) memcpy(copy + notes, dt__table_values(s->t, *slot), row);
+        if (!spilled) memcpy(copy + notes + row, dt__table_state(s->t, *slot), s->t->state_bytes);
+        h = dt__digest(h, copy, s->t->record_bytes);
     }
     return h;
 }
@@ -964,8 +1015,10 @@ static void test_memory_limits(void) {
         disk_make(&disk);
         dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){
             .seed = 1, .kernels = dt_kernels_cpu(), .host = &host, .io = &io, .mem_limit = limit });
-        dt_table *t = dt_table_make(
-            ctx, (dt_table_desc){ .name = "t", .width = 4, .optimizer = DT_TABLE_ADAM });
+        dt_table_desc d = { .name = "t", .width = 4, .optimizer = DT_TABLE_ADAM };
+        if (limit & 1) d.memory_limit = 4000, d.spill = "s";
+        io.make_folder(io.user, "s");
+        dt_table *t = dt_table_make(ctx, d);
         for (int64_t step = 0; step < 40; step++) {
             uint64_t keys[200];
             static float grads[800];
@@ -987,6 +1040,7 @@ int main(int argc, char **argv) {
     CHECK_MSG(count < 1000 || spilled > (int)count / 20, "%d sequences have spilled rows", spilled);
     test_formulas();
     test_large();
+    test_spill_blocks();
     test_failing_saves();
     test_initial_of_parameter();
     test_keep();
