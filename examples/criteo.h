@@ -35,8 +35,9 @@ enum {
     CRITEO_SLOTS = 26,
     CRITEO_FIELDS = 1 + CRITEO_NUMBERS + CRITEO_SLOTS,
     CRITEO_FIELD_BYTES = 255, /* longest field */
-    CRITEO_BUFFER = 1 << 20,  /* longest line */
-    CRITEO_REPORTED = 3       /* bad lines that a reader prints; it counts all */
+    CRITEO_LINE = 1 << 19,    /* longest line */
+    CRITEO_BUFFER = 2 * CRITEO_LINE,
+    CRITEO_REPORTED = 3 /* bad lines that a reader prints; it counts all */
 };
 
 typedef struct criteo_sample {
@@ -52,7 +53,8 @@ typedef struct criteo_reader {
     int fd;               /* -1: none */
     int skip_bad;         /* 1: bad lines are skipped and counted, else they fail */
     int64_t line;         /* number of the last line in its file, from 1 */
-    int64_t lines, bad;   /* lines of all files so far; bad lines among those that were read */
+    int64_t lines;        /* of all files so far, with skipped ones */
+    int64_t samples, bad; /* good and bad lines among those that were read */
     char *buffer;         /* bytes [begin, end) of it are not yet used */
     size_t begin, end;
     int at_end; /* 1: the open file has no more bytes */
@@ -146,49 +148,56 @@ static inline int criteo_next_file(criteo_reader *r) {
     return r->fd >= 0;
 }
 
-/* Moves the unused bytes to the front of the buffer and reads more behind them. */
-static inline void criteo_fill(criteo_reader *r) {
-    memmove(r->buffer, r->buffer + r->begin, r->end - r->begin);
-    r->end -= r->begin;
-    r->begin = 0;
+/* Reads more bytes to place `at` of the buffer. */
+static inline void criteo_fill(criteo_reader *r, size_t at) {
     ssize_t got;
-    do got = read(r->fd, r->buffer + r->end, CRITEO_BUFFER - r->end);
+    do got = read(r->fd, r->buffer + at, CRITEO_BUFFER - at);
     while (got < 0 && errno == EINTR);
     if (got < 0) dt_fail(r->ctx, DT_ERR_IO, "%s: %s", r->paths[r->at_path], strerror(errno));
     if (got <= 0) r->at_end = 1;
-    if (got > 0) r->end += (size_t)got;
+    r->end = at + (got > 0 ? (size_t)got : 0);
+}
+
+/* Skips the rest of a line, of which the first CRITEO_LINE bytes stay in the buffer. */
+static inline void criteo_skip_rest(criteo_reader *r) {
+    const char *rest = r->buffer + CRITEO_LINE, *newline = NULL;
+    while (!newline && !r->at_end) {
+        criteo_fill(r, CRITEO_LINE);
+        newline = (const char *)memchr(rest, '\n', r->end - CRITEO_LINE);
+    }
+    r->begin = newline ? (size_t)(newline + 1 - r->buffer) : r->end;
 }
 
 /* Finds the next line, without its newline. The text is valid until the next call. Returns 0 at the
-   end of the data or on failure. A line that is longer than the buffer counts as one line, and its
-   text is its first CRITEO_BUFFER bytes. */
+   end of the data or on failure. A line that is longer than CRITEO_LINE counts as one line, and its
+   text is its beginning. */
 static inline int criteo_line(criteo_reader *r, const char **text, size_t *length) {
     while (criteo_next_file(r)) {
         char *from = r->buffer + r->begin;
-        char *newline = (char *)memchr(from, '\n', r->end - r->begin);
-        int full = r->end - r->begin == CRITEO_BUFFER;
-        if (!newline && !full && !r->at_end) {
-            criteo_fill(r);
+        size_t there = r->end - r->begin;
+        char *newline = (char *)memchr(from, '\n', there);
+        if (!newline && there < CRITEO_LINE && !r->at_end) {
+            memmove(r->buffer, from, there);
+            r->begin = 0;
+            criteo_fill(r, there);
             continue;
         }
-        if (!newline && r->begin == r->end) { /* the end of this file */
+        if (!newline && there == 0) { /* the end of this file */
             if (r->fd > 0) close(r->fd);
             r->fd = -1;
             r->at_path++;
             continue;
         }
         *text = from;
-        *length = newline ? (size_t)(newline - from) : r->end - r->begin;
+        *length = newline ? (size_t)(newline - from) : there;
         r->begin += *length + (newline != NULL);
         r->line++;
         r->lines++;
-        while (!newline && full && !r->at_end && dt_error(r->ctx) == DT_OK) {
-            /* the rest of an over-long line; its beginning stays in the upper part of the buffer */
-            char byte;
-            ssize_t got = read(r->fd, &byte, 1);
-            if (got < 0 && errno == EINTR) continue;
-            r->at_end = got <= 0;
-            if (got == 1 && byte == '\n') break;
+        if (!newline && !r->at_end) {
+            memmove(r->buffer, from, CRITEO_LINE);
+            *text = r->buffer;
+            *length = CRITEO_LINE;
+            criteo_skip_rest(r);
         }
         return dt_error(r->ctx) == DT_OK;
     }
@@ -311,6 +320,7 @@ static inline int criteo_read(criteo_reader *r, int label_is_optional, criteo_sa
     size_t length;
     if (!criteo_line(r, &text, &length)) return -1;
     int ok = criteo_parse(r, text, length, label_is_optional, s);
+    r->samples += ok;
     return ok || dt_error(r->ctx) == DT_OK ? ok : -1;
 }
 

@@ -31,14 +31,12 @@
 #include "train.h"
 #include "tokenizer.h"
 #include "encode.h"
-#include "options.h"
 
 #include <fcntl.h>
 #include <limits.h>
 #include <poll.h>
 #include <signal.h>
 #include <stdarg.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #ifdef DT_USE_MPI
 #include <mpi.h>
@@ -46,20 +44,7 @@
 
 // ==== 1. Options: the table =====================================================================
 
-/* A row of the table has these columns: id; name; kind; BUILT, or NOT_BUILT if this build accepts
-   only the default; default value, or NULL if there is no default or if the program computes it;
-   lo; hi; notation of the value; help. The kinds are
-     HEADING    not an option, but a heading in --help
-     INT        a whole number from lo to hi
-     REAL       a number from lo to hi
-     SIZE       an INT with an optional suffix K, M or G for 2^10, 2^20, 2^30
-     WORD       one of the words in the notation; words after ';' are not available in this build
-     TEXT       any text that is not empty
-     SWITCH     --x on or --x off; --no-x means --x off
-     FLAG       an option without a value */
-enum { HEADING, INT, REAL, SIZE, WORD, TEXT, SWITCH, FLAG };
-enum { BUILT, NOT_BUILT };
-
+/* options.h explains the columns. */
 #define MEGA (1 << 20)
 #define OPTIONS(X) \
     X(H_DATA, "Data and model", HEADING, BUILT, NULL, 0, 0, "", "") \
@@ -304,39 +289,7 @@ enum { BUILT, NOT_BUILT };
     X(LIST_REFUSED, "list-refused", FLAG, BUILT, NULL, 0, 0, "", \
         "print the rules for legal sizes and exit") \
     X(HELP, "help", FLAG, BUILT, NULL, 0, 0, "", "print this help and exit")
-
-enum {
-#define ID(id, ...) O_##id,
-    OPTIONS(ID)
-#undef ID
-        N_OPTIONS
-};
-
-typedef struct option {
-    const char *name;
-    int kind, availability;
-    const char *default_text;
-    double lo, hi;
-    const char *arg, *help;
-} option;
-
-static const option table[N_OPTIONS] = {
-#define ROW(id, ...) { __VA_ARGS__ },
-    OPTIONS(ROW)
-#undef ROW
-};
-
-enum { DEFAULT = 0, COMPUTED, FROM_ENVIRONMENT, GIVEN, GIVEN_IN_FILE };
-typedef struct value {
-    const char *text; /* the value as text; NULL: no value */
-    /* INT, REAL or SIZE: the number; SWITCH or FLAG: 1 if it is on, 0 if it is off; WORD: the
-       word's index in the notation */
-    double number;
-    /* where the value comes from: DEFAULT, COMPUTED, FROM_ENVIRONMENT (of the launcher), GIVEN on
-       the command line, or GIVEN_IN_FILE of --config. From GIVEN on the user has chosen it */
-    int from;
-    char buffer[32]; /* holds the text of a computed number */
-} value;
+#include "options.h"
 
 /* How this process was launched, and the state of its output. rank is the rank of this process with
    --backend mpi, tcp or nccl, and otherwise 0. size is the number of ranks with --backend mpi, and
@@ -360,15 +313,8 @@ static struct {
     int *stderr_error;
 } launched = { .write_timeout_s = 60 };
 
-/* get_flag and set_flag access an integer that threads, forked ranks and signal handlers share.
-   make_flags allocates these integers. */
-static int get_flag(const int *at) { return __atomic_load_n(at, __ATOMIC_RELAXED); }
-static void set_flag(int *at, int to) { __atomic_store_n(at, to, __ATOMIC_RELAXED); }
-
 static void make_flags(void) {
-    int *flags = (int *)mmap(
-        NULL, 5 * sizeof(int), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    if (flags == MAP_FAILED) _exit(2);
+    int *flags = shared_flags(5);
     launched.failure_printed = flags;
     launched.stop_requested = flags + 1;
     launched.made_step = flags + 2;
@@ -512,8 +458,6 @@ static __attribute__((noreturn, format(printf, 1, 2))) void refuse(const char *f
     exit(2);
 }
 
-static int is_option(int id) { return table[id].kind != HEADING; }
-
 static const char *kind_of(mode_t mode) {
     if (S_ISREG(mode)) return "a file";
     if (S_ISDIR(mode)) return "a directory";
@@ -538,34 +482,6 @@ static int check_kind(int id, const char *path, int legal) {
     return 1;
 }
 
-static __attribute__((noreturn)) void refuse_unknown(const char *name) {
-    int best = -1, min_distance = 0;
-    for (int i = 0; i < N_OPTIONS; i++) {
-        int distance = is_option(i) ? edit_distance(name, table[i].name) : 0;
-        if (is_option(i) && (best < 0 || distance < min_distance)) {
-            best = i;
-            min_distance = distance;
-        }
-    }
-    if (min_distance > 1 + (int)strlen(name) / 3)
-        refuse("unknown option --%s (--help lists all)", name);
-    refuse("unknown option --%s; the nearest is --%s (--help lists all)", name, table[best].name);
-}
-
-static void parse_number(int id, value *v, const char *text) {
-    const option *o = &table[id];
-    double x = 0;
-    size_t n = decimal(text, o->kind == REAL, &x);
-    if (n && o->kind == SIZE && text[n] && strchr("KMG", text[n])) {
-        x *= text[n] == 'K' ? 0x1p10 : text[n] == 'M' ? 0x1p20 : 0x1p30;
-        n++;
-    }
-    if (!n || text[n] || !(x >= o->lo && x <= o->hi))
-        refuse("--%s %s: not %s from %.12g to %.12g", o->name, *text ? text : "''",
-            o->kind == REAL ? "a number" : "a whole number", o->lo, o->hi);
-    v->number = x;
-}
-
 /* Returns the notation of an option's value. The words of --backend and --device depend on what the
    program is linked with. */
 static const char *notation(int id) {
@@ -578,137 +494,21 @@ static const char *notation(int id) {
     return id == O_DEVICE && !dt_cuda_ready ? "cpu;cuda" : table[id].arg;
 }
 
-/* Returns the index of text among the words of `arg`, which is the notation of a WORD, for example
-   "threads|procs|tcp;mpi|nccl"; -1 if text is none of these words. Sets *built to the number of
-   words before the ';', or to the number of all words if there is no ';'. */
-static int word_index(const char *arg, const char *text, int *built) {
-    int index = -1, n = 0;
-    *built = 0;
-    for (const char *at = arg; *at; n++) {
-        size_t length = strcspn(at, "|;");
-        if (length == strlen(text) && strncmp(at, text, length) == 0) index = n;
-        at += length;
-        if (*at == ';') *built = n + 1;
-        if (*at) at++;
-    }
-    if (*built == 0) *built = n;
-    return index;
-}
-
-/* Returns the end of an error text: a colon and the make command that builds support for the word,
-   or "" if no command does. */
-static const char *built_by(const char *word) {
-    if (strcmp(word, "mpi") == 0) return ": make MPI=1";
-    return strcmp(word, "cuda") == 0 || strcmp(word, "nccl") == 0 ? ": make CUDA=1 NCCL=1" : "";
-}
-
 /* Returns 1 if a value of --schedule is the path of a file: it has a dot or a slash. */
 static int is_schedule_file(const char *text) { return strpbrk(text, "./") != NULL; }
 
-static void parse_word(int id, value *v, const char *text) {
-    const option *o = &table[id];
-    const char *arg = notation(id);
-    int built,
-        index = word_index(arg, id == O_SCHEDULE && is_schedule_file(text) ? "FILE" : text, &built);
-    int length = (int)strcspn(arg, ";");
-    const char *verb = built > 1 ? "values are" : "value is";
-    if (index < 0)
-        refuse("--%s %s: the legal %s %.*s%s", o->name, *text ? text : "''", verb, length, arg,
-            strncmp(text, "cuda:", 5) == 0 ? "; CUDA_VISIBLE_DEVICES chooses among GPUs" : "");
-    if (index >= built)
-        refuse("--%s is not available in this build with %s%s; the legal %s %.*s", o->name, text,
-            built_by(text), verb, length, arg);
-    v->number = index;
-}
-
-/* Sets the option's value *v to text. Refuses text that is not a legal value for the option's kind.
-   If the option is not available in this build, also refuses a value that the user has given and
-   that differs from the default. */
-static void set(value *v, int id, const char *text, int from) {
-    const option *o = &table[id];
-    value default_value = { 0 };
-    if (o->kind == INT || o->kind == REAL || o->kind == SIZE) parse_number(id, v, text);
-    if (o->kind == WORD) parse_word(id, v, text);
-    if (o->kind == SWITCH || o->kind == FLAG) {
-        v->number = strcmp(text, "on") == 0 || strcmp(text, "true") == 0;
-        if (!v->number && strcmp(text, "off") != 0 && strcmp(text, "false") != 0)
-            refuse("--%s %s: the legal values are on|off", o->name, *text ? text : "''");
-    }
-    if (o->kind == TEXT && !*text) refuse("--%s '': needs %s", o->name, o->arg);
-    if (o->availability == NOT_BUILT && from >= GIVEN) {
-        if (!o->default_text) refuse("--%s is not available in this build", o->name);
-        if (o->kind == INT || o->kind == REAL) parse_number(id, &default_value, o->default_text);
-        if (o->kind == SWITCH ? v->number != 0
-            : o->kind == TEXT ? strcmp(text, o->default_text) != 0
-                              : v->number != default_value.number)
-            refuse("--%s is not available in this build (only %s is): %s", o->name, o->default_text,
-                text);
-    }
-    v->text = text;
-    v->from = from;
-}
-
-static void set_number(value *v, int64_t number, int from) {
-    snprintf(v->buffer, sizeof v->buffer, "%lld", (long long)number);
-    v->text = v->buffer;
-    v->number = (double)number;
-    v->from = from;
-}
-
-static void compute(value *v, int64_t number) { set_number(v, number, COMPUTED); }
-
-/* Returns the id of the option whose name is the first `length` characters of `name`; N_OPTIONS if
-   there is no such option. */
-static int find_option(const char *name, size_t length) {
-    for (int i = 0; i < N_OPTIONS; i++)
-        if (is_option(i) && strlen(table[i].name) == length &&
-            strncmp(table[i].name, name, length) == 0)
-            return i;
-    return N_OPTIONS;
+static const char *word_of(int id, const char *text) {
+    return id == O_SCHEDULE && is_schedule_file(text) ? "FILE" : text;
 }
 
 static void parse(value *v, int argc, char **argv) {
-    char seen[N_OPTIONS] = { 0 };
-    for (int i = 0; i < N_OPTIONS; i++)
-        if (table[i].default_text) set(&v[i], i, table[i].default_text, DEFAULT);
+    set_defaults(v);
     for (int i = 1; i < argc; i++) { /* read --config first: the command line overrides the file */
         int alone = strcmp(argv[i], "--config") == 0 && i + 1 < argc;
         if (alone || strncmp(argv[i], "--config=", 9) == 0)
             read_config(v, alone ? argv[i + 1] : argv[i] + 9);
     }
-    for (int i = 1; i < argc; i++) {
-        if (strncmp(argv[i], "--", 2) != 0 || !argv[i][2])
-            refuse("'%s' is not an option: options begin with --, and --help lists them", argv[i]);
-        const char *name = argv[i] + 2, *text = strchr(name, '=');
-        size_t length = text ? (size_t)(text - name) : strlen(name);
-        int id = find_option(name, length), no = 0;
-        if (id == N_OPTIONS && strncmp(name, "no-", 3) == 0 && !text) {
-            id = find_option(name + 3, length - 3);
-            no = id < N_OPTIONS && table[id].kind == SWITCH;
-            if (!no) id = N_OPTIONS;
-        }
-        if (id == N_OPTIONS) {
-            char typed[64];
-            snprintf(typed, sizeof typed, "%.*s", (int)(length < 63 ? length : 63), name);
-            refuse_unknown(typed);
-        }
-        if (text && table[id].kind == FLAG) refuse("--%s takes no value", table[id].name);
-        if (text)
-            text++;
-        else if (no)
-            text = "off";
-        else if (table[id].kind == FLAG)
-            text = "on";
-        else if (i + 1 == argc || strncmp(argv[i + 1], "--", 2) == 0)
-            refuse("--%s needs a value %s", table[id].name, table[id].arg);
-        else
-            text = argv[++i];
-        int is_path =
-            strncmp(table[id].arg, "FILE", 4) == 0 || strncmp(table[id].arg, "DIR", 3) == 0;
-        if (is_path && seen[id]++)
-            refuse("--%s %s: it was given before, %s", table[id].name, text, v[id].text);
-        set(&v[id], id, text, GIVEN);
-    }
+    parse_options(v, argc, argv);
 }
 
 // ==== 4. Configuration file =====================================================================
@@ -3964,15 +3764,11 @@ static void drop_replicas(job *j) {
 }
 
 /* Returns 1 if the ranks should restart after this failure, and prepares the restart; else returns
-   0. The ranks restart after a lost rank or a file error. They do not restart if the failure would
-   happen again, for example if a folder cannot be opened before the first step. */
+   0. */
 static int should_restart(job *j, const dt_report *report) {
-    dt_status s = report->status;
     if (j->attempt >= int_of(j->v, O_MAX_RESTARTS) || get_flag(launched.stop_requested)) return 0;
-    if (s == DT_ERR_ARG || s == DT_ERR_SHAPE || s == DT_ERR_UNSUPPORTED || s == DT_ERR_NUMERIC)
-        return 0;
-    if (s == DT_ERR_IO && (!get_flag(launched.made_step) || get_flag(launched.stdout_error)))
-        return 0;
+    if (report->status == DT_ERR_IO && get_flag(launched.stdout_error)) return 0;
+    if (!restart_may_help(report, get_flag(launched.made_step))) return 0;
     set_flag(launched.made_step, 0);
     drop_replicas(j);
     j->attempt++;

@@ -11,10 +11,11 @@
 #          slots, width 16, MLP 256-128, batches of 512, asynchronous, on the same 32
 #          batches again and again. Both twice, in turns. train_ctr's figure includes
 #          the parsing of text, Paddle's does not
-# quality  on the stream of 20_click_model (26 slots of 400 categories, 0.9 million samples): AUC of a factorization
-#          machine by train_ctr and by numpy (peers/numpy_fm.py) on the same samples, beside Bayes; of asynchronous
-#          training with a staleness of at most 2 beside synchronous. The initial vectors decide how early the products
-#          of pairs are learnt: AUC differs by 0.003 (standard deviation) between seeds, so compare means over seeds
+# quality  on SEEDS (5) samples of the stream of 20_click_model, each of 0.9 million lines (26 slots of 400 categories):
+#          AUC of a factorization machine with one server and WORKERS (2) workers, synchronous, with pulls that are at most 2
+#          steps stale and without a bound; of numpy (peers/numpy_fm.py) with the same lines and initial vectors; of a
+#          logistic regression; beside Bayes. AUC differs by 0.002 (standard deviation) between seeds, so each column is
+#          compared with the synchronous one seed by seed
 #
 # PEERS: folder of the peers' virtual environments. A peer that is not there is named and left out.
 cd "$(dirname "$0")/../.." || exit 1
@@ -105,22 +106,42 @@ paddle() {
 }
 
 last() { awk -F, -v name="$1" 'NR == 1 { for (i = 1; i <= NF; i++) if ($i == name) c = i } { v = $c } END { print v }' "$dir/log.csv"; }
+stalest() { awk -F, 'NR == 1 { for (i = 1; i <= NF; i++) if ($i == "staleness_max") c = i; next } $c > m { m = $c } END { print m + 0 }' "$dir/log.csv"; }
 quality() {
     make -s "$B/train_ctr" "$B/20_click_model" || return
-    "$B/20_click_model" write "${SAMPLES:-900000}" >"$dir/train.txt"
-    "$B/20_click_model" write 60000 100000000 >"$dir/test.txt"
-    "$B/20_click_model" bayes 60000 100000000
-    fm() { # fm NAME ARGS...
-        local name=$1
+    local test=100000000 python="${NUMPY:-$PEERS/fbgemm/bin/python}" workers=${WORKERS:-2}
+    local seed ssp ssp_stale async async_stale numpy
+    "$B/20_click_model" write 60000 $test >"$dir/test.txt"
+    "$B/20_click_model" bayes 60000 $test
+    auc() { # auc MODEL ARGS...: prints the AUC on the test lines
+        local model=$1
         shift
-        "$B/train_ctr" --data "$dir/train.txt" --eval "$dir/test.txt" --model fm --width 4 --lr 0.05 --quiet \
-            --log-every 1000000 --log-csv "$dir/log.csv" "$@" && echo "summary,${name}_auc,$(last eval_auc)"
+        "$B/train_ctr" --data "$dir/train.txt" --eval "$dir/test.txt" --model "$model" --width 4 --lr 0.05 --quiet \
+            --log-every 100 --log-csv "$dir/log.csv" --seed "$seed" --ranks $((workers + 1)) --servers 1 "$@" && last eval_auc
     }
-    fm sync --ranks 3 --servers 1
-    fm ssp_2 --ranks 3 --servers 1 --mode ssp:2
-    "$B/train_ctr" --data "$dir/train.txt" --eval "$dir/test.txt" --model lr --quiet --log-csv "$dir/log.csv" --log-every 1000000 &&
-        echo "summary,lr_auc,$(last eval_auc)"
-    "${NUMPY:-$PEERS/venv/bin/python}" tests/bench/peers/numpy_fm.py "$dir/train.txt" "$dir/test.txt"
+    echo "seed,sync,ssp_2,async,numpy,lr,ssp_2_staleness_max,async_staleness_max" | tee "$dir/seeds.csv"
+    for ((seed = 1; seed <= ${SEEDS:-5}; seed++)); do
+        "$B/20_click_model" write "${SAMPLES:-900000}" $((seed * 2000000)) >"$dir/train.txt"
+        ssp=$(auc fm --mode ssp:2) ssp_stale=$(stalest)
+        async=$(auc fm --mode async) async_stale=$(stalest)
+        numpy=$("$python" tests/bench/peers/numpy_fm.py "$dir/train.txt" "$dir/test.txt" $seed)
+        echo "$seed,$(auc fm),$ssp,$async,$numpy,$(auc lr),$ssp_stale,$async_stale"
+    done | tee -a "$dir/seeds.csv"
+    awk -F, 'NR == 1 { for (i = 2; i <= 6; i++) name[i] = $i; next } { n++; for (i = 2; i <= 6; i++) auc[n, i] = $i }
+        function summary(name, i, base,    k, x, sum, squares, most, deviation) {
+            for (k = 1; k <= n; k++) {
+                x = auc[k, i] - (base ? auc[k, base] : 0)
+                sum += x; squares += x * x
+                if (x < 0) x = -x
+                if (x > most) most = x
+            }
+            deviation = n > 1 ? (squares - sum * sum / n) / (n - 1) : 0
+            printf "summary,%s_mean,%.5f\nsummary,%s_deviation,%.5f\n", name, sum / n, name, sqrt(deviation > 0 ? deviation : 0)
+            if (base) printf "summary,%s_largest,%.5f\n", name, most
+        }
+        END { for (i = 2; i <= 6; i++) {
+            summary(name[i] "_auc", i, 0)
+            if (i > 2) summary(name[i] "_minus_sync", i, 2) } }' "$dir/seeds.csv"
 }
 
 for part in ${*:-table paddle quality}; do

@@ -100,8 +100,7 @@ killed() { # killed SIGNAL TIMES: somewhere in the first second after its disk i
 # Other file systems may differ; test_checkpoint_faults notices these mistakes.
 planted() { # planted MUTANT: in a copy of the project
     local m=$D/$1
-    mkdir -p "$m/build" "$m/tests/faults" && cp ./dt_*.h Makefile "$m" && cp tests/*.[ch] "$m/tests" &&
-        cp tests/faults/*.[ch] "$m/tests/faults" && cp "$B/tests_kernels.o" "$m/build" && cp -r examples "$m"
+    mkdir -p "$m/build" && cp ./dt_*.h Makefile "$m" && cp "$B/tests_kernels.o" "$m/build" && cp -r examples tests "$m"
     if ! (cd "$m" && patch -p1 -s -N --no-backup-if-mismatch) <"tests/mutants/$1.patch" >"$D/log" 2>&1 ||
         ! $MAKE -s -C "$m" B=build -o build/tests_kernels.o build/power >"$D/log" 2>&1; then
         tail -n 5 "$D/log"

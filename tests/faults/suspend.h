@@ -150,6 +150,15 @@ static int suspended_progress(suspended *s) {
     return s->lines;
 }
 
+/* Sleeps, and reads what train_gpt prints meanwhile: it fails if nobody reads its output. */
+static void suspended_nap(suspended *s, double seconds) {
+    for (double begin = mono(); mono() - begin < seconds;) {
+        double left = seconds - (mono() - begin);
+        nap(left < 0.01 ? left : 0.01);
+        suspended_progress(s);
+    }
+}
+
 /* 1 if a process of the job has ended. */
 static int suspended_over(suspended *s) {
     for (int i = 0; i < s->n; i++)
@@ -171,11 +180,11 @@ static int suspended_moves(suspended *s, int steps) {
 static void suspend_once(suspended *s, uint64_t r, int one_by_one) {
     double span = SUSPEND_TIMEOUT * (0.5 + 2.5 * (double)(r >> 8 & 1023) / 1023);
     kill(-s->group, SIGSTOP);
-    nap(span);
+    suspended_nap(s, span);
     for (int i = s->train ? 1 : MOST - 1; i >= 0 && one_by_one; i--) {
         pid_t pid = s->train ? s->pid[i] : s->p->pid[i];
         if (pid > 0) kill(pid, SIGCONT);
-        if (pid > 0) nap(0.1 * SUSPEND_TIMEOUT);
+        if (pid > 0) suspended_nap(s, 0.1 * SUSPEND_TIMEOUT);
     }
     kill(-s->group, SIGCONT);
 }
@@ -189,7 +198,7 @@ static void suspend_one(suspended *s, uint64_t r) {
                   : s->backend == IN_THREADS                ? 3
                                                             : 0.3;
     kill(pid, SIGSTOP);
-    nap(span * SUSPEND_TIMEOUT * (double)(r >> 8 & 1023) / 1023);
+    suspended_nap(s, span * SUSPEND_TIMEOUT * (double)(r >> 8 & 1023) / 1023);
     kill(pid, SIGCONT);
 }
 
@@ -224,7 +233,7 @@ static void one_suspended(int at) {
     for (int i = 0; done < suspends_wanted && good; i++) {
         uint64_t r = dice((uint64_t)(1000 * at + i) + 9000);
         /* the first stop may be during the rendezvous */
-        nap(0.2 * (double)(r >> 20 & 1023) / 1023);
+        suspended_nap(&s, 0.2 * (double)(r >> 20 & 1023) / 1023);
         if (i % 5 == 4)
             suspend_one(&s, r >> 32);
         else
