@@ -13283,21 +13283,23 @@ enum { DT__LANES = 32 };
    decide the order of the sums. A tile of keys is read again for every block of queries, from
    strided rows that the L2 cache may no longer hold. Many queries in a block make this rare. */
 enum { DT__QUERY_BLOCK = 256, DT__KEY_TILE = 64 };
+/* The elements between two rows of an array whose columns are the queries of a block. Rows a power
+   of 2 apart would share few sets of the L1 cache and evict each other. */
+enum { DT__LANE_ROW = DT__QUERY_BLOCK + 16 };
 /* The most queries of a block that are computed one by one: faster than a block if most lanes would
    be empty. */
 enum { DT__FEW_QUERIES = 4 };
 
-/* The scratch memory holds the arrays of the struct attention_work of section 31, whose elements
-   have the compute type: 9 arrays for a block and a tile, p and ds rounded to bf16, and the
-   gradients of tk keys and values. */
+/* The scratch memory holds the arrays of the struct attention_work of section 31: 9 arrays for a
+   block and a tile, p and ds rounded to bf16, and the gradients of tk keys and values. */
 size_t dt_attention_work(int64_t tk, int64_t dim, dt_dtype dtype) {
     if (tk < 0 || dim < 0) return 0;
     if (tk > DT__MAX_WORK || dim > DT__MAX_WORK || tk + 1024 > DT__MAX_WORK / (dim + DT__LANES))
         return (size_t)-1;
     size_t keys = (size_t)(tk + 15) / 16 * 16,
            wide = (size_t)(dim + DT__LANES - 1) / DT__LANES * DT__LANES;
-    size_t scores = DT__KEY_TILE * DT__QUERY_BLOCK,
-           tiles = (2 * DT__KEY_TILE + 5 * DT__QUERY_BLOCK) * wide + 2 * scores;
+    size_t scores = DT__KEY_TILE * DT__LANE_ROW,
+           tiles = (2 * DT__KEY_TILE + 2 * DT__QUERY_BLOCK + 3 * DT__LANE_ROW) * wide + 2 * scores;
     if (dtype == DT_BF16) tiles += 3 * scores / 2;
     return ((tiles + 2 * keys * wide) * dt__real_size(dtype) + 127) / 64 * 64 *
            (size_t)dt__omp_threads();
@@ -13638,6 +13640,12 @@ DT__COLD_BEGIN
 DT__FN_INLINE DT__REAL DT__K(within)(DT__REAL x, DT__REAL most) {
     DT__REAL size = DT__ABS(x);
     return DT__COPYSIGN(size > most ? most : size, x);
+}
+
+/* Returns condition ? a : b, and reads both: gcc compiles a load under a condition to a branch, or
+   to a masked load through a stack slot, which waits for the vector before. */
+DT__FN_INLINE DT__REAL DT__K(select)(int condition, DT__REAL a, DT__REAL b) {
+    return condition ? a : b;
 }
 #endif
 
@@ -14041,12 +14049,6 @@ DT__FN_INLINE DT__REAL DT__K(gated)(DT__REAL x, DT__REAL e, DT__REAL du, DT__REA
     DT__REAL inverse = 1 / (1 + e), s = (x < 0 ? e : 1) * inverse;
     *slope = DT__FMA(x * du, e * inverse * inverse, s);
     return s;
-}
-
-/* Returns condition ? a : b, and reads both: gcc compiles a load under a condition to a masked load
-   through a stack slot, which waits for the vector before. */
-DT__FN_INLINE DT__REAL DT__K(select)(int condition, DT__REAL a, DT__REAL b) {
-    return condition ? a : b;
 }
 
 /* Computes y = sqrt(x), with vector instructions. y may be x. */
@@ -14852,8 +14854,7 @@ DT__FN const char *DT__K(prefetch_next_a)(const DT__K(gemm_plan) * w, int64_t at
     return from + tile % 8 * (terms / 8) * row + (line < last * size ? line : last * size);
 }
 
-/* Copies rows x cols elements of a tile at the edge of C from C to the tile, or from the tile to
-   C. */
+/* Copies rows x cols elements of a tile at the edge of C, from C to the tile or back. */
 DT__FN void DT__K(copy_edge)(DT__REAL *to, int64_t to_ld, const DT__REAL *from, int64_t from_ld,
     int64_t rows, int64_t cols) {
     for (int64_t i = 0; i < rows; i++)
@@ -16458,6 +16459,10 @@ static dt_status dt__naive_attention_back(
 
 /* ---- flash attention: which keys the queries see ---- */
 
+typedef struct dt__query_range { /* the positions and documents of some queries */
+    int32_t latest, earliest, lowest, highest;
+} dt__query_range;
+
 /* A block of queries. All query heads that read one key/value head form one list of queries: first
    all queries of the first head, then those of the next. Blocks divide this list, so the heads
    share the tiles of keys (grouped-query attention, arXiv:2305.13245: H query heads share K
@@ -16468,6 +16473,7 @@ typedef struct dt__query_block {
     int64_t at[DT__QUERY_BLOCK];     /* the query's first element in q and out */
     int64_t lse_at[DT__QUERY_BLOCK]; /* the query's element in lse */
     int32_t position[DT__QUERY_BLOCK], document[DT__QUERY_BLOCK];
+    dt__query_range range[DT__QUERY_BLOCK / 4]; /* of each group of NR >= 4 lanes */
 } dt__query_block;
 
 /* A tile of keys. */
@@ -16482,6 +16488,20 @@ typedef struct dt__key_tile {
 typedef struct dt__visible {
     int64_t unmasked, end;
 } dt__visible;
+
+/* Returns the range of the nr queries from `lane` on. */
+static dt__query_range dt__query_range_make(
+    const dt_attention_args *a, const dt__query_block *b, int64_t lane, int64_t nr) {
+    dt__query_range q = { INT32_MIN, INT32_MAX, INT32_MAX, INT32_MIN };
+    for (int64_t l = lane; l < lane + nr; l++) {
+        q.latest = b->position[l] > q.latest ? b->position[l] : q.latest;
+        q.earliest = b->position[l] < q.earliest ? b->position[l] : q.earliest;
+        q.lowest = b->document[l] < q.lowest ? b->document[l] : q.lowest;
+        q.highest = b->document[l] > q.highest ? b->document[l] : q.highest;
+    }
+    if (!a->mask.causal) q.latest = q.earliest = INT32_MAX;
+    return q;
+}
 
 /* Makes the block that begins with query `first` of key/value head kv of sequence s. Lanes after
    the last query copy its position and document, so they widen no range of visible keys. */
@@ -16500,6 +16520,7 @@ static void dt__query_block_make(dt__query_block *b, const dt_attention_args *a,
             m->q_position ? m->q_position[s * a->tq + i] : (int32_t)(i + a->tk - a->tq);
         b->document[l] = m->k_document && m->q_document ? m->q_document[s * a->tq + i] : 0;
     }
+    for (int64_t l = 0; l < b->lanes; l += nr) b->range[l / nr] = dt__query_range_make(a, b, l, nr);
 }
 
 /* Returns 1 if the mask hides key j of the tile from a query. */
@@ -16522,27 +16543,27 @@ static void dt__key_tile_make(
     }
 }
 
-/* Returns which keys of the tile the nr queries from `lane` on see. */
-static dt__visible dt__visible_keys(const dt_attention_args *a, const dt__query_block *b,
-    int64_t lane, int64_t nr, const dt__key_tile *t) {
-    int32_t latest = INT32_MIN, earliest = INT32_MAX, lowest = INT32_MAX, highest = INT32_MIN;
+/* Returns which keys of the tile the queries of a range see. */
+static dt__visible dt__visible_keys(
+    const dt_attention_args *a, dt__query_range q, const dt__key_tile *t) {
     dt__visible v = { 0, t->count };
-    for (int64_t l = lane; l < lane + nr; l++) {
-        latest = b->position[l] > latest ? b->position[l] : latest;
-        earliest = b->position[l] < earliest ? b->position[l] : earliest;
-        highest = b->document[l] > highest ? b->document[l] : highest;
-        lowest = b->document[l] < lowest ? b->document[l] : lowest;
-    }
-    if (!a->mask.causal) latest = earliest = INT32_MAX;
     /* keys up to these positions are before the window of every query, and of some query */
-    int64_t all_past = a->mask.window ? (int64_t)earliest - a->mask.window : INT64_MIN,
-            some_past = a->mask.window ? (int64_t)latest - a->mask.window : INT64_MIN;
-    while (v.end > 0 && (t->position[v.end - 1] > latest || t->position[v.end - 1] <= all_past ||
-                            t->document[v.end - 1] > highest || t->document[v.end - 1] < lowest))
+    int64_t all_past = a->mask.window ? (int64_t)q.earliest - a->mask.window : INT64_MIN,
+            some_past = a->mask.window ? (int64_t)q.latest - a->mask.window : INT64_MIN;
+    if (!a->mask.k_position && !a->mask.k_document) { /* keys lie at their positions */
+        int64_t seen = (int64_t)q.latest + 1 - t->first, all = (int64_t)q.earliest + 1 - t->first;
+        if (seen < v.end) v.end = seen > 0 ? seen : 0;
+        if (t->first + v.end - 1 <= all_past) v.end = 0;
+        if (t->first > some_past && all > 0) v.unmasked = all < v.end ? all : v.end;
+        return v;
+    }
+    while (
+        v.end > 0 && (t->position[v.end - 1] > q.latest || t->position[v.end - 1] <= all_past ||
+                         t->document[v.end - 1] > q.highest || t->document[v.end - 1] < q.lowest))
         v.end--;
-    while (v.unmasked < v.end && t->position[v.unmasked] <= earliest &&
-           t->position[v.unmasked] > some_past && t->document[v.unmasked] == lowest &&
-           lowest == highest)
+    while (v.unmasked < v.end && t->position[v.unmasked] <= q.earliest &&
+           t->position[v.unmasked] > some_past && t->document[v.unmasked] == q.lowest &&
+           q.lowest == q.highest)
         v.unmasked++;
     return v;
 }
@@ -16552,15 +16573,12 @@ static dt__visible dt__visible_keys(const dt_attention_args *a, const dt__query_
    block; sets *end to a bound after the last key. If the keys have positions of their own
    (mask.k_position), the range is all keys. */
 static int64_t dt__key_range(const dt_attention_args *a, const dt__query_block *b, int64_t *end) {
-    int64_t latest = INT32_MIN, earliest = INT32_MAX, first = 0;
+    int64_t first = 0;
     *end = a->tk;
     if (!a->mask.causal || a->mask.k_position) return 0;
-    for (int64_t l = 0; l < b->queries; l++) {
-        latest = b->position[l] > latest ? b->position[l] : latest;
-        earliest = b->position[l] < earliest ? b->position[l] : earliest;
-    }
-    if (latest + 1 < *end) *end = latest + 1;
-    if (a->mask.window) first = earliest - a->mask.window + 1;
+    dt__query_range q = dt__query_range_make(a, b, 0, b->queries);
+    if ((int64_t)q.latest + 1 < *end) *end = (int64_t)q.latest + 1;
+    if (a->mask.window) first = (int64_t)q.earliest - a->mask.window + 1;
     return first > 0 ? first / DT__KEY_TILE * DT__KEY_TILE : 0;
 }
 
@@ -16570,7 +16588,7 @@ static int64_t dt__visible_tile(const dt_attention_args *a, const dt__query_bloc
     const dt__key_tile *t, dt__visible *visible) {
     int64_t end = 0;
     for (int64_t lane = 0; lane < b->lanes; lane += nr) {
-        visible[lane / nr] = dt__visible_keys(a, b, lane, nr, t);
+        visible[lane / nr] = dt__visible_keys(a, b->range[lane / nr], t);
         end = visible[lane / nr].end > end ? visible[lane / nr].end : end;
     }
     return end;
@@ -16620,7 +16638,7 @@ DT__FN int64_t DT__K(steps)(const DT__K(attention_work) * w, int64_t n) {
 DT__FN void DT__K(attention_work_at)(
     DT__K(attention_work) * w, void *work, size_t bytes, int64_t tk, const dt_attention_args *a) {
     int64_t wide = (a->dim + DT__LANES - 1) / DT__LANES * DT__LANES, keys = (tk + 15) / 16 * 16;
-    int64_t scores = DT__KEY_TILE * DT__QUERY_BLOCK;
+    int64_t scores = DT__KEY_TILE * DT__LANE_ROW;
     char *own = (char *)work + (size_t)dt__omp_thread() * bytes;
     w->wide = w->row = wide;
     w->per = 1;
@@ -16629,9 +16647,9 @@ DT__FN void DT__K(attention_work_at)(
     w->q = w->q_queries = w->out_rows = w->v + DT__KEY_TILE * wide;
     w->dout = w->dout_queries = w->q + DT__QUERY_BLOCK * wide;
     w->q_lanes = w->dout + DT__QUERY_BLOCK * wide;
-    w->dout_lanes = w->q_lanes + DT__QUERY_BLOCK * wide;
-    w->out = w->dout_lanes + DT__QUERY_BLOCK * wide;
-    w->p = w->p_keys = w->p_queries = w->out + DT__QUERY_BLOCK * wide;
+    w->dout_lanes = w->q_lanes + DT__LANE_ROW * wide;
+    w->out = w->dout_lanes + DT__LANE_ROW * wide;
+    w->p = w->p_keys = w->p_queries = w->out + DT__LANE_ROW * wide;
     w->ds = w->ds_keys = w->ds_queries = w->p + scores;
     w->dk = w->ds + scores;
     w->score_scale = 1;
@@ -16661,8 +16679,9 @@ DT__FN void DT__K(attention_work_at)(
 DT__FN void DT__K(load_row)(DT__REAL *to, const DT__K(attention_work) * w, dt_dtype dtype,
     const void *from, int64_t at, int64_t dim) {
     if (w->per > 1) {
-        memcpy(to, (const uint16_t *)from + at, (size_t)dim * 2);
-        memset((uint16_t *)to + dim, 0, (size_t)(w->wide - dim) * 2);
+        const uint16_t *half = (const uint16_t *)from + at;
+        for (; dim >= 32; dim -= 32, to += 16, half += 32) memcpy(to, half, 64);
+        if (dim > 0) memcpy(memset(to, 0, 64), half, (size_t)dim * 2);
         return;
     }
     const DT__REAL *row = DT__K(load)(dtype, from, at, dim, to);
@@ -16698,11 +16717,11 @@ DT__FN void DT__K(load_keys)(DT__REAL *to, DT__REAL *to_keys, const DT__K(attent
     int64_t all = (n + DT__ATTENTION_MR - 1) / DT__ATTENTION_MR * DT__ATTENTION_MR;
     int64_t ld = a->kv_heads * a->dim;
     for (int64_t j = 0; j < n; j++) {
-        /* a head's rows lie apart, so the processor does not prefetch them */
-        if (j + 24 < n) dt__prefetch(a->dtype, from, at + (j + 24) * ld, a->dim);
+        /* the next tile: a head's rows lie apart, so the processor does not prefetch them */
+        dt__prefetch(a->dtype, from, at + (j + DT__KEY_TILE) * ld, a->dim);
         DT__K(load_row)(to + j * w->row, w, a->dtype, from, at + j * ld, a->dim);
     }
-    memset(to + n * w->row, 0, (size_t)((all - n) * w->row) * sizeof *to);
+    if (all > n) memset(to + n * w->row, 0, (size_t)((all - n) * w->row) * sizeof *to);
     DT__K(pair_rows)(to_keys, w, to, all);
 }
 
@@ -16713,6 +16732,7 @@ DT__FN void DT__K(load_queries)(DT__REAL *rows, DT__REAL *queries, DT__REAL *lan
     const void *from, DT__REAL scale) {
     for (int64_t l = 0; l < b->lanes; l++) {
         DT__REAL *row = rows + l * w->row;
+        if (l + 16 < b->queries) dt__prefetch(a->dtype, from, b->at[l + 16], a->dim);
         if (l < b->queries)
             DT__K(load_row)(row, w, a->dtype, from, b->at[l], a->dim);
         else
@@ -16723,7 +16743,7 @@ DT__FN void DT__K(load_queries)(DT__REAL *rows, DT__REAL *queries, DT__REAL *lan
     for (int64_t l = 0; l < b->lanes && lanes; l += DT__TRANSPOSE) {
         const DT__REAL *row[DT__TRANSPOSE];
         for (int64_t i = 0; i < DT__TRANSPOSE; i++) row[i] = rows + (l + i) * w->row;
-        DT__K(transpose)(lanes + l, DT__QUERY_BLOCK, row, DT__K(steps)(w, a->dim));
+        DT__K(transpose)(lanes + l, DT__LANE_ROW, row, DT__K(steps)(w, a->dim));
     }
 }
 
@@ -16732,28 +16752,28 @@ DT__FN void DT__K(load_queries)(DT__REAL *rows, DT__REAL *queries, DT__REAL *lan
 #pragma push_macro("DT__FN")
 #undef DT__FN
 #define DT__FN static __attribute__((target("avx512f,avx512bw,avx512bf16")))
-DT__FN void DT__K(pair_lanes)(DT__REAL *to, const DT__REAL *x) {
+DT__FN inline void DT__K(pair_lanes)(DT__REAL *to, const DT__REAL *x) {
     __m512bh pairs = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + 16), _mm512_loadu_ps(x));
     _mm512_storeu_si512(to, (__m512i)pairs);
 }
 
-/* Rounds n rows of NR scores, which are DT__QUERY_BLOCK elements apart, to words along keys and to
-   words along queries. Either result may be NULL. */
+/* Rounds n rows of NR scores, which are DT__LANE_ROW elements apart, to words along keys and to
+   words along queries. Either result may be NULL. If n is odd, row n is zero. */
 DT__FN void DT__K(pair_scores)(
     DT__REAL *by_keys, DT__REAL *by_queries, const DT__REAL *scores, int64_t lane, int64_t n) {
     int16_t order[32]; /* word i of the result: elements i and 16 + i */
     for (int i = 0; i < 32; i++) order[i] = (int16_t)(i / 2 + i % 2 * 16);
     __m512i interleave = _mm512_loadu_si512(order);
-    for (int64_t j = 0; j < n; j++) {
-        const DT__REAL *row = scores + j * DT__QUERY_BLOCK + lane;
-        for (int64_t l = 0; l < DT__NR && by_keys && j % 2 == 0; l += 16) {
-            __m512 one = _mm512_loadu_ps(row + l), two = _mm512_setzero_ps();
-            if (j + 1 < n) two = _mm512_loadu_ps(row + DT__QUERY_BLOCK + l);
+    for (int64_t j = 0; j < n; j += 2) {
+        const DT__REAL *row = scores + j * DT__LANE_ROW + lane, *next = row + DT__LANE_ROW;
+        for (int64_t l = 0; l < DT__NR && by_keys; l += 16) {
+            __m512 one = _mm512_loadu_ps(row + l), two = _mm512_loadu_ps(next + l);
             __m512i both = (__m512i)_mm512_cvtne2ps_pbh(two, one);
             both = _mm512_maskz_permutexvar_epi16(0xffffffffu, interleave, both);
-            _mm512_storeu_si512(by_keys + j / 2 * DT__QUERY_BLOCK + lane + l, both);
+            _mm512_storeu_si512(by_keys + j / 2 * DT__LANE_ROW + lane + l, both);
         }
-        if (by_queries) DT__K(pair_lanes)(by_queries + (j * DT__QUERY_BLOCK + lane) / 2, row);
+        for (int64_t i = j; i < j + 2 && by_queries; i++, row = next)
+            DT__K(pair_lanes)(by_queries + (i * DT__LANE_ROW + lane) / 2, row);
     }
 }
 #pragma pop_macro("DT__FN")
@@ -16763,7 +16783,7 @@ DT__FN void DT__K(pair_scores)(
 DT__FN void DT__K(transpose_out)(const DT__K(attention_work) * w, const dt__query_block *b) {
     for (int64_t d = 0; d < w->wide; d += DT__TRANSPOSE) {
         const DT__REAL *row[DT__TRANSPOSE];
-        for (int64_t i = 0; i < DT__TRANSPOSE; i++) row[i] = w->out + (d + i) * DT__QUERY_BLOCK;
+        for (int64_t i = 0; i < DT__TRANSPOSE; i++) row[i] = w->out + (d + i) * DT__LANE_ROW;
         DT__K(transpose)(w->out_rows + d, w->wide, row, b->lanes);
     }
 }
@@ -16773,15 +16793,15 @@ DT__FN void DT__K(mask_row)(DT__REAL *row, const dt_attention_mask *mask, const 
     const int32_t *document, const dt__key_tile *t, int64_t j) {
     int32_t k_position = mask->causal ? t->position[j] : INT32_MIN, k_document = t->document[j];
     for (int l = 0; l < DT__NR; l++)
-        row[l] = k_position > position[l] ? (DT__REAL)-INFINITY : row[l];
+        row[l] = DT__K(select)(k_position > position[l], (DT__REAL)-INFINITY, row[l]);
     if (mask->window) {
         int64_t last = (int64_t)k_position + mask->window; /* the first query past the window */
         for (int l = 0; l < DT__NR; l++)
-            row[l] = position[l] >= last ? (DT__REAL)-INFINITY : row[l];
+            row[l] = DT__K(select)(position[l] >= last, (DT__REAL)-INFINITY, row[l]);
     }
     if (!mask->k_document) return;
     for (int l = 0; l < DT__NR; l++)
-        row[l] = k_document != document[l] ? (DT__REAL)-INFINITY : row[l];
+        row[l] = DT__K(select)(k_document != document[l], (DT__REAL)-INFINITY, row[l]);
 }
 
 /* Soft-capping of a row of scores: s becomes cap tanh(s / cap). */
@@ -16794,8 +16814,8 @@ DT__FN void DT__K(cap_row)(DT__REAL *row, DT__REAL cap) {
 DT__FN void DT__K(scores)(DT__REAL *to, const DT__K(attention_work) * w, const DT__REAL *rows,
     const DT__REAL *lanes, int64_t n, int64_t dim) {
     for (int64_t j = 0; j < n; j += DT__ATTENTION_MR)
-        w->micro_kernel(DT__K(steps)(w, dim), rows + j * w->row, w->row, 1, lanes, DT__QUERY_BLOCK,
-            to + j * DT__QUERY_BLOCK, DT__QUERY_BLOCK, NULL);
+        w->micro_kernel(DT__K(steps)(w, dim), rows + j * w->row, w->row, 1, lanes, DT__LANE_ROW,
+            to + j * DT__LANE_ROW, DT__LANE_ROW, NULL);
 }
 
 /* Computes to = factor * to + rows^T scores: (dim,NR) for NR lanes, summed over the first n keys of
@@ -16803,37 +16823,62 @@ DT__FN void DT__K(scores)(DT__REAL *to, const DT__K(attention_work) * w, const D
 DT__FN void DT__K(weighted_sums)(DT__REAL *to, const DT__K(attention_work) * w,
     const DT__REAL *rows, const DT__REAL *scores, int64_t n, int64_t dim, const DT__REAL *factor) {
     for (int64_t d = 0; d < dim; d += DT__ATTENTION_MR)
-        w->micro_kernel(DT__K(steps)(w, n), rows + d, 1, w->wide, scores, DT__QUERY_BLOCK,
-            to + d * DT__QUERY_BLOCK, DT__QUERY_BLOCK, factor);
+        w->micro_kernel(DT__K(steps)(w, n), rows + d, 1, w->wide, scores, DT__LANE_ROW,
+            to + d * DT__LANE_ROW, DT__LANE_ROW, factor);
+}
+
+/* Scales, caps and masks the scores of key j and NR lanes; masks all scores from key v.end on. */
+DT__FN void DT__K(finish_scores)(DT__REAL *row, const DT__K(attention_work) * w,
+    const dt_attention_args *a, const dt__query_block *b, int64_t lane, const dt__key_tile *t,
+    dt__visible v, int64_t j) {
+    DT__REAL scale = w->score_scale;
+    for (int l = 0; l < DT__NR; l++) row[l] *= scale;
+    if (a->soft_cap > 0) DT__K(cap_row)(row, (DT__REAL)a->soft_cap);
+    if (j >= v.unmasked && j < v.end) DT__K(mask_row)
+    (row, &a->mask, b->position + lane, b->document + lane, t, j);
+    for (int l = 0; l < DT__NR && j >= v.end; l++) row[l] = (DT__REAL)-INFINITY;
 }
 
 /* Online softmax of a tile for NR lanes. Replaces the scores s in w->p by p = e^(s - m'), and
-   updates m and l. factor[l] receives e^(m - m'). */
+   updates m and l, a panel of keys at a time in registers. factor[l] receives e^(m - m'). */
+#define DT__SOFTMAX_MAX(i) \
+    x = row[i * DT__LANE_ROW + l] * scale; \
+    row[i * DT__LANE_ROW + l] = x; \
+    m = x > m ? x : m;
+#define DT__SOFTMAX_SUM(i) x += row[i * DT__LANE_ROW + l];
 DT__FN void DT__K(softmax_tile)(DT__K(attention_work) * w, const dt_attention_args *a,
     const dt__query_block *b, int64_t lane, const dt__key_tile *t, dt__visible v,
     DT__REAL *factor) {
-    DT__REAL max[DT__NR], sum[DT__NR], *first = w->p + lane, *row = first;
+    DT__REAL max[DT__NR], sum[DT__NR], *row = w->p + lane, x, m;
     for (int l = 0; l < DT__NR; l++) max[l] = w->max[lane + l];
-    for (int64_t j = 0; j < v.end; j++, row += DT__QUERY_BLOCK) {
-        if (w->score_scale != 1)
-            for (int l = 0; l < DT__NR; l++) row[l] *= w->score_scale;
-        if (a->soft_cap > 0) DT__K(cap_row)(row, (DT__REAL)a->soft_cap);
-        if (j >= v.unmasked) DT__K(mask_row)
-        (row, &a->mask, b->position + lane, b->document + lane, t, j);
-        for (int l = 0; l < DT__NR; l++) max[l] = row[l] > max[l] ? row[l] : max[l];
+    for (int64_t j = 0; j < v.end; j += DT__ATTENTION_MR, row += DT__ATTENTION_MR * DT__LANE_ROW) {
+        int finish = a->soft_cap > 0 || j + DT__ATTENTION_MR > v.unmasked;
+        DT__REAL scale = finish ? 1 : w->score_scale;
+        for (int64_t i = 0; i < DT__ATTENTION_MR && finish; i++)
+            DT__K(finish_scores)(row + i * DT__LANE_ROW, w, a, b, lane, t, v, j + i);
+        for (int l = 0; l < DT__NR; l++) {
+            m = max[l];
+            DT__ATTENTION_ROWS(DT__SOFTMAX_MAX)
+            max[l] = m;
+        }
     }
     for (int l = 0; l < DT__NR; l++) {
-        DT__REAL m = w->max[lane + l];
+        m = w->max[lane + l];
         w->max[lane + l] = max[l];
         /* if the query has seen no key yet, 0 in place of m' gives e^(-infinity - 0) = 0 */
         max[l] = max[l] == (DT__REAL)-INFINITY ? 0 : max[l];
         factor[l] = DT__EXP(m - max[l]);
         sum[l] = 0;
     }
-    row = first;
-    for (int64_t j = 0; j < v.end; j++, row += DT__QUERY_BLOCK) {
-        for (int l = 0; l < DT__NR; l++) row[l] = DT__EXP_DOWN(row[l] - max[l]);
-        for (int l = 0; l < DT__NR; l++) sum[l] += row[l];
+    row = w->p + lane;
+    for (int64_t j = 0; j < v.end; j += DT__ATTENTION_MR, row += DT__ATTENTION_MR * DT__LANE_ROW) {
+        for (DT__REAL *at = row; at < row + DT__ATTENTION_MR * DT__LANE_ROW; at += DT__LANE_ROW)
+            for (int l = 0; l < DT__NR; l++) at[l] = DT__EXP_DOWN(at[l] - max[l]);
+        for (int l = 0; l < DT__NR; l++) {
+            x = sum[l];
+            DT__ATTENTION_ROWS(DT__SOFTMAX_SUM)
+            sum[l] = x;
+        }
     }
     for (int l = 0; l < DT__NR; l++) w->sum[lane + l] = w->sum[lane + l] * factor[l] + sum[l];
 }
@@ -16876,8 +16921,7 @@ DT__FN void DT__K(store_out)(
 DT__FN DT__REAL DT__K(softmax_row)(DT__K(attention_work) * w, const dt_attention_args *a,
     const dt__query_block *b, int64_t r, const dt__key_tile *t, dt__visible v) {
     DT__REAL *s = w->p, max = w->max[r], sum = 0, factor;
-    if (w->score_scale != 1)
-        for (int64_t j = 0; j < v.end; j++) s[j] *= w->score_scale;
+    for (int64_t j = 0; j < v.end; j++) s[j] *= w->score_scale;
     for (int64_t j = 0; j < v.end && a->soft_cap > 0; j += DT__NR)
         DT__K(cap_row)(s + j, (DT__REAL)a->soft_cap);
     for (int64_t j = v.unmasked; j < v.end; j++)
@@ -16897,7 +16941,7 @@ DT__FN DT__REAL DT__K(softmax_row)(DT__K(attention_work) * w, const dt_attention
 DT__FN void DT__K(attention_row)(DT__K(attention_work) * w, const dt_attention_args *a,
     const dt__query_block *b, int64_t r, const dt__key_tile *t, const DT__REAL *keys,
     DT__REAL *out) {
-    dt__visible v = dt__visible_keys(a, b, r, 1, t);
+    dt__visible v = dt__visible_keys(a, dt__query_range_make(a, b, r, 1), t);
     DT__REAL factor[DT__NR], value;
     if (v.end == 0) return;
     for (int64_t j = 0; j < v.end; j += DT__NR)
@@ -16960,8 +17004,7 @@ DT__FN void DT__K(attention_block)(
     DT__K(load_queries)
     (w.q, NULL, few ? NULL : w.q_lanes, &w, a, &b, a->q, (DT__REAL)a->scale);
     if (few) w.out_rows = w.out; /* `out` is not transposed, and q stays */
-    memset(
-        w.out, 0, (size_t)((few ? b.queries : (int64_t)DT__QUERY_BLOCK) * w.wide) * sizeof *w.out);
+    memset(w.out, 0, (size_t)((few ? b.queries : (int64_t)DT__LANE_ROW) * w.wide) * sizeof *w.out);
     for (int64_t l = 0; l < b.lanes; l++) w.max[l] = (DT__REAL)-INFINITY, w.sum[l] = 0;
     for (int64_t j = dt__key_range(a, &b, &last); j < last; j += DT__KEY_TILE) {
         dt__key_tile_make(&t, a, s, j);
@@ -17003,6 +17046,8 @@ DT__FN void DT__K(load_softmax)(DT__K(attention_work) * w, const dt_attention_ar
         w->lse[l] = (DT__REAL)INFINITY;
         w->mean[l] = 0;
         if (l >= b->queries) continue;
+        if (l + 16 < b->queries)
+            dt__prefetch(dt__wide(a->dtype, a->wide), a->out, b->at[l + 16], a->dim);
         DT__REAL lse = ((const DT__REAL *)a->lse)[b->lse_at[l]];
         if (lse > (DT__REAL)-INFINITY) w->lse[l] = lse;
         for (int64_t d = 0; d < a->dim; d += DT__STRIP) {
@@ -17023,22 +17068,23 @@ DT__FN void DT__K(softmax_back_tile)(const DT__K(attention_work) * w, const dt_a
     const dt__query_block *b, int64_t lane, const dt__key_tile *t, dt__visible v, int64_t end) {
     const DT__REAL *lse = w->lse + lane, *mean = w->mean + lane, cap = (DT__REAL)a->soft_cap;
     for (int64_t j = 0; j < end; j++) {
-        DT__REAL *p = w->p + j * DT__QUERY_BLOCK + lane, *ds = w->ds + j * DT__QUERY_BLOCK + lane;
+        DT__REAL *p = w->p + j * DT__LANE_ROW + lane, *ds = w->ds + j * DT__LANE_ROW + lane, x;
+        int finish = cap > 0 || j >= v.unmasked;
+        DT__REAL scale = finish ? 1 : w->score_scale;
         if (j >= v.end) {
             for (int l = 0; l < DT__NR; l++) p[l] = ds[l] = 0;
             continue;
         }
         for (int l = 0; l < DT__NR; l++) ds[l] -= mean[l];
-        if (w->score_scale != 1)
-            for (int l = 0; l < DT__NR; l++) p[l] *= w->score_scale;
-        if (cap > 0) {
-            DT__K(cap_row)(p, cap);
-            for (int l = 0; l < DT__NR; l++) ds[l] *= 1 - p[l] / cap * (p[l] / cap);
+        if (finish) DT__K(finish_scores)(p, w, a, b, lane, t, v, j);
+        for (int l = 0; l < DT__NR && cap > 0; l++)
+            ds[l] *= p[l] < -cap ? 0 : 1 - p[l] / cap * (p[l] / cap);
+        DT__INDEPENDENT
+        for (int l = 0; l < DT__NR; l++) {
+            x = DT__EXP_DOWN(p[l] * scale - lse[l]);
+            ds[l] = x * ds[l];
+            p[l] = x;
         }
-        if (j >= v.unmasked) DT__K(mask_row)
-        (p, &a->mask, b->position + lane, b->document + lane, t, j);
-        for (int l = 0; l < DT__NR; l++) p[l] = DT__EXP_DOWN(p[l] - lse[l]);
-        for (int l = 0; l < DT__NR; l++) ds[l] = p[l] * ds[l];
     }
 }
 
@@ -17054,8 +17100,8 @@ DT__FN void DT__K(add_key_grads)(DT__REAL *to, const DT__K(attention_work) * w,
     int64_t dim) {
     for (int64_t j = 0; j < end; j += DT__ATTENTION_MR)
         for (int64_t d = 0; d < dim; d += DT__NR)
-            w->micro_kernel(n / w->per, scores + (j * DT__QUERY_BLOCK + lane) / w->per,
-                DT__QUERY_BLOCK / w->per, 1, rows + lane / w->per * w->wide + d, w->wide,
+            w->micro_kernel(n / w->per, scores + (j * DT__LANE_ROW + lane) / w->per,
+                DT__LANE_ROW / w->per, 1, rows + lane / w->per * w->wide + d, w->wide,
                 to + j * w->wide + d, w->wide, DT__K(ones));
 }
 
@@ -17101,7 +17147,7 @@ DT__FN void DT__K(attention_back_block)(const dt_attention_back_args *g, DT__K(a
     DT__K(load_queries)(w->dout, w->dout_queries, w->dout_lanes, w, a, &b, g->dout, 1);
     DT__K(load_softmax)(w, a, &b, g->dout);
     for (int64_t d = 0; d < w->wide; d++)
-        memset(w->out + d * DT__QUERY_BLOCK, 0, (size_t)b.lanes * sizeof *w->out);
+        memset(w->out + d * DT__LANE_ROW, 0, (size_t)b.lanes * sizeof *w->out);
     for (int64_t j = dt__key_range(a, &b, &last); j < last; j += DT__KEY_TILE) {
         dt__key_tile_make(&t, a, s, j);
         int64_t end = dt__visible_tile(a, &b, DT__NR, &t, visible),
@@ -17133,7 +17179,9 @@ DT__FN void DT__K(attention_back_kv_head)(
         DT__K(attention_back_block)(g, &w, a, s, kv, first);
     if (w.score_scale != 1) DT__K(scale_row)(w.dk, a->tk * w.wide, w.score_scale);
     for (int64_t j = 0; j < a->tk; j++) {
-        int64_t at = ((s * a->tk + j) * a->kv_heads + kv) * D;
+        int64_t at = ((s * a->tk + j) * a->kv_heads + kv) * D, ahead = at + 8 * a->kv_heads * D;
+        if (g->dk) dt__prefetch(to, g->dk, ahead, D);
+        if (g->dv) dt__prefetch(to, g->dv, ahead, D);
         DT__K(store)(to, g->dk, at, D, w.dk + j * w.wide, g->accumulate_k);
         DT__K(store)(to, g->dv, at, D, w.dv + j * w.wide, g->accumulate_v);
     }
