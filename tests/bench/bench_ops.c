@@ -3,13 +3,14 @@
 
        make build/bench_ops && build/bench_ops [--only NAME] [--seconds X] [--rows N]
 
-   Each case runs one op on f32 tensors of ROWS x 1,024 elements, on one thread, and counts the
-   processor time of its kernels: forward, and the backward without the sum that the backward starts
-   from. `bytes` is what the op has to move: each operand is read once and each result is written
-   once; the indices of max pooling count. `share` is the rate of these bytes divided by that of the
-   triad a[i] = b[i] + s c[i] (J. McCalpin's STREAM) over arrays of the same size, three times 4
-   bytes per element. Neither counts the lines that an ordinary store, as the triad's, reads before
-   it overwrites them. Non-temporal stores avoid this read, so a share can exceed 1.
+   Each case runs one op on tensors of ROWS x 1,024 elements, on one thread, and counts the processor
+   time of its kernels: forward, and the backward without the sum that the backward starts from. All
+   run in f32, and those that most models use in bf16, too (NAME_bf16). `bytes` is what the op has to
+   move: each operand is read once and each result is written once; the indices of max pooling
+   count. `share` is the rate of these bytes divided by that of the triad a[i] = b[i] + s c[i] (J.
+   McCalpin's STREAM) over f32 arrays of as many elements, three times 4 bytes per element. Neither
+   counts the lines that an ordinary store, as the triad's, reads before it overwrites them.
+   Non-temporal stores avoid this read, so a share can exceed 1.
 
    Batched products (dt_matmul) are compared with the kernel of one product of the same size and
    form, called as often: `share` is the ratio of their rates.
@@ -61,21 +62,26 @@ static double seconds_from(int first) {
    would for parameters. */
 typedef struct inputs {
     dt_ctx *ctx;
+    dt_dtype dtype;
     dt_tensor *values[2]; /* frozen parameters, of which x and y are copies */
     dt_tensor *x, *y;
     dt_tensor *gain, *bias; /* parameters (COLS) */
     dt_tensor *mask;        /* 0 and 1, no gradient */
     dt_tensor *ids, *images;
+    float *state[4]; /* of AdamW: parameters, gradients, m, v */
+    void *model;     /* of AdamW: the parameters in bf16 */
     int64_t rows;
 } inputs;
 
 typedef struct op_case {
     const char *name;
     dt_tensor *(*run)(const inputs *in);
-    /* elements of 4 bytes that the op reads and writes, per element of x; backward 0: the op has
-       none */
+    /* elements of the dtype's size that the op reads and writes, per element of x; backward 0: the
+       op has none */
     double forward, backward;
+    int dtypes; /* IN_F32, IN_BF16 or both */
 } op_case;
+enum { IN_F32 = 1, IN_BF16 = 2 };
 
 #define CASE(id, expression) \
     static dt_tensor *run_##id(const inputs *in) { return expression; }
@@ -133,24 +139,68 @@ CASE(mse, dt_mse(in->x, in->y, 1))
 CASE(bce, dt_bce_with_logits(in->x, in->mask, 1))
 CASE(max_pool2d, dt_max_pool2d(in->images, pool))
 CASE(avg_pool2d, dt_avg_pool2d(in->images, pool))
+CASE(cross_entropy, dt_cross_entropy(in->x, in->ids, 1))
+
+/* AdamW updates f32 parameters. In bf16 it also writes the model's copy. */
+static dt_tensor *run_adamw(const inputs *in) {
+    dt_adamw_args a = { .dtype = DT_F32,
+        .param = in->state[0],
+        .grad = in->state[1],
+        .m = in->state[2],
+        .v = in->state[3],
+        .count = (size_t)in->rows * COLS,
+        .lr = 1e-3,
+        .beta1 = 0.9,
+        .beta2 = 0.999,
+        .eps = 1e-8,
+        .weight_decay = 0.1,
+        .grad_scale = 1,
+        .step = 1,
+        .model_dtype = DT_BF16,
+        .model_param = in->dtype == DT_BF16 ? in->model : NULL };
+    timed_adamw(&a, NULL);
+    return in->x;
+}
 
 /* Backward: the gradient of the result is read, the inputs that the derivative needs are read, the
    inputs' gradients are written. */
 #define ROW(id, forward, backward) \
-    { #id, run_##id, forward, backward }
+    { #id, run_##id, forward, backward, IN_F32 }
+#define BOTH(id, forward, backward) \
+    { #id, run_##id, forward, backward, IN_F32 | IN_BF16 }
 static const op_case cases[] = { ROW(affine, 2, 2), ROW(relu, 2, 3), ROW(abs, 2, 3),
     ROW(clamp, 2, 3), ROW(square, 2, 3), ROW(sqrt, 2, 3), ROW(exp, 2, 3), ROW(ln, 2, 3),
-    ROW(sigmoid, 2, 3), ROW(softplus, 2, 3), ROW(tanh, 2, 3), ROW(silu, 2, 3), ROW(gelu, 2, 3),
-    ROW(gelu_erf, 2, 3), ROW(swiglu, 1.5, 2.5), ROW(add, 3, 0), ROW(add_row, 2, 1), ROW(mul, 3, 5),
-    ROW(div, 3, 5), ROW(minimum, 3, 5), ROW(less, 3, 0), ROW(where, 4, 4), ROW(masked_fill, 3, 3),
-    ROW(sum_rows, 1, 1), ROW(sum_cols, 1, 1), ROW(mean_middle, 1, 1), ROW(max_cols, 1, 1),
-    ROW(argmax, 1, 0), ROW(cumsum_rows, 2, 2), ROW(cumsum_cols, 2, 2), ROW(transpose, 2, 2),
-    ROW(slice, 1, 1.5), ROW(select, 1, 1.5), ROW(concat, 4, 4), ROW(broadcast_to, 1, 1),
-    ROW(softmax, 2, 3), ROW(layernorm, 2, 3), ROW(rmsnorm, 2, 3), ROW(rope, 2, 2),
-    ROW(embedding, 2, 2), ROW(one_hot, 1, 0), ROW(cast_bf16, 1.5, 1.5), ROW(mse, 2, 4),
-    ROW(bce, 2, 3), ROW(max_pool2d, 1.5, 1.5), ROW(avg_pool2d, 1.25, 1.25) };
+    ROW(sigmoid, 2, 3), ROW(softplus, 2, 3), ROW(tanh, 2, 3), BOTH(silu, 2, 3), BOTH(gelu, 2, 3),
+    BOTH(gelu_erf, 2, 3), BOTH(swiglu, 1.5, 2.5), BOTH(add, 3, 0), BOTH(add_row, 2, 1),
+    ROW(mul, 3, 5), ROW(div, 3, 5), ROW(minimum, 3, 5), ROW(less, 3, 0), ROW(where, 4, 4),
+    ROW(masked_fill, 3, 3), ROW(sum_rows, 1, 1), ROW(sum_cols, 1, 1), ROW(mean_middle, 1, 1),
+    ROW(max_cols, 1, 1), ROW(argmax, 1, 0), ROW(cumsum_rows, 2, 2), ROW(cumsum_cols, 2, 2),
+    ROW(transpose, 2, 2), ROW(slice, 1, 1.5), ROW(select, 1, 1.5), ROW(concat, 4, 4),
+    ROW(broadcast_to, 1, 1), BOTH(softmax, 2, 3), BOTH(layernorm, 2, 3), BOTH(rmsnorm, 2, 3),
+    BOTH(rope, 2, 2), ROW(embedding, 2, 2), ROW(one_hot, 1, 0), ROW(cast_bf16, 1.5, 1.5),
+    ROW(mse, 2, 4), ROW(bce, 2, 3), ROW(max_pool2d, 1.5, 1.5), ROW(avg_pool2d, 1.25, 1.25),
+    BOTH(cross_entropy, 1, 2), { "adamw", run_adamw, 7, 0, IN_F32 },
+    { "adamw", run_adamw, 15, 0, IN_BF16 } };
 
 // ==== Measurements ==============================================================================
+
+static inputs make_inputs(dt_ctx *ctx, dt_dtype dtype, int64_t rows) {
+    static const char *const names[2][4] = { { "x", "y", "gain", "bias" },
+        { "x16", "y16", "gain16", "bias16" } };
+    const char *const *name = names[dtype == DT_BF16];
+    inputs in = { .ctx = ctx, .dtype = dtype, .rows = rows };
+    size_t n = (size_t)rows * COLS;
+    for (int i = 0; i < 2; i++)
+        in.values[i] = dt_param_at(ctx, name[i], DT_SHAPE(rows, COLS), DT_UNIFORM(2),
+            (dt_param_desc){ .frozen = 1, .dtype = dtype });
+    in.gain = dt_param_at(ctx, name[2], DT_SHAPE(COLS), DT_ONES, (dt_param_desc){ .dtype = dtype });
+    in.bias =
+        dt_param_at(ctx, name[3], DT_SHAPE(COLS), DT_ZEROS, (dt_param_desc){ .dtype = dtype });
+    for (int i = 0; i < 4; i++) in.state[i] = (float *)bench_operand(DT_F32, n, (uint32_t)i + 1);
+    for (size_t i = 0; in.state[3] && i < n; i++) in.state[3][i] = fabsf(in.state[3][i]);
+    in.model = bench_operand(DT_BF16, n, 1);
+    return in;
+}
 
 static void set_inputs(inputs *in) {
     int32_t *ids = (int32_t *)malloc((size_t)in->rows * sizeof *ids);
@@ -180,12 +230,33 @@ static void run_case(const op_case *c, inputs *in, double *forward, double *back
     dt_reset(in->ctx);
 }
 
-static void print_case(const char *name, const char *pass, double bytes, double seconds,
-    double rate, double *worst, const char **worst_name) {
+static void print_case(const char *name, dt_dtype dtype, const char *pass, double bytes,
+    double seconds, double rate, double *worst, const char **worst_name) {
     double share = bytes / seconds / rate;
-    printf("%s,%s,%.0f,%.1f,%.2f,%.3f\n", name, pass, bytes, 1e6 * seconds, 1e-9 * bytes / seconds,
-        share);
+    printf("%s%s,%s,%.0f,%.1f,%.2f,%.3f\n", name, dtype == DT_BF16 ? "_bf16" : "", pass, bytes,
+        1e6 * seconds, 1e-9 * bytes / seconds, share);
     if (share < *worst) *worst = share, *worst_name = name;
+}
+
+/* Measures one case and prints its rows. Returns 1 on failure. */
+static int measure_case(const settings *s, const op_case *c, inputs *in, bench_triad *t,
+    double *worst, const char **worst_name) {
+    double forward = INFINITY, backward = INFINITY, best = INFINITY, start = bench_now();
+    for (int n = 0; n < 4 || bench_now() - start < s->seconds; n++) {
+        run_case(c, in, &forward, &backward);
+        best = fmin(best, bench_triad_seconds(t));
+    }
+    if (dt_error(in->ctx) != DT_OK) {
+        fprintf(stderr, "error: %s: %s\n", c->name, dt_error_text(in->ctx));
+        return 1;
+    }
+    double bytes = (double)t->n * (double)dt_dtype_size(in->dtype),
+           rate = 12.0 * (double)t->n / best;
+    print_case(c->name, in->dtype, "forward", c->forward * bytes, forward, rate, worst, worst_name);
+    if (c->backward > 0)
+        print_case(
+            c->name, in->dtype, "backward", c->backward * bytes, backward, rate, worst, worst_name);
+    return 0;
 }
 
 static int run_cases(const settings *s, inputs *in, bench_triad *t) {
@@ -193,24 +264,13 @@ static int run_cases(const settings *s, inputs *in, bench_triad *t) {
     const char *worst_name = "none";
     printf("# bytes: operands once, results once; no read of lines that a store overwrites\n"
            "op,pass,bytes,us,gbs,share\n");
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        const op_case *c = &cases[i];
-        double forward = INFINITY, backward = INFINITY, best = INFINITY, start = bench_now();
-        if (s->only && !strstr(c->name, s->only)) continue;
-        for (int n = 0; n < 4 || bench_now() - start < s->seconds; n++) {
-            run_case(c, in, &forward, &backward);
-            best = fmin(best, bench_triad_seconds(t));
+    for (int bf16 = 0; bf16 < 2; bf16++)
+        for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+            const op_case *c = &cases[i];
+            if (s->only && !strstr(c->name, s->only)) continue;
+            if (!(c->dtypes & (bf16 ? IN_BF16 : IN_F32))) continue;
+            if (measure_case(s, c, &in[bf16], t, &worst, &worst_name)) return 1;
         }
-        if (dt_error(in->ctx) != DT_OK) {
-            fprintf(stderr, "error: %s: %s\n", c->name, dt_error_text(in->ctx));
-            return 1;
-        }
-        double bytes = 4.0 * (double)t->n, rate = 3 * bytes / best;
-        print_case(c->name, "forward", c->forward * bytes, forward, rate, &worst, &worst_name);
-        if (c->backward > 0)
-            print_case(
-                c->name, "backward", c->backward * bytes, backward, rate, &worst, &worst_name);
-    }
     printf("summary,smallest_share,%.3f\n# smallest share: %s\n", worst, worst_name);
     return 0;
 }
@@ -297,17 +357,16 @@ int main(int argc, char **argv) {
     DT_KERNELS(TIMED_ENTRY)
 #undef TIMED_ENTRY
     dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .seed = 1, .kernels = &table });
-    inputs in = { .ctx = ctx, .rows = s.rows };
-    for (int i = 0; i < 2; i++)
-        in.values[i] = dt_param_at(ctx, i ? "y" : "x", DT_SHAPE(s.rows, COLS), DT_UNIFORM(2),
-            (dt_param_desc){ .frozen = 1 });
-    in.gain = dt_param(ctx, "gain", DT_SHAPE(COLS), DT_ONES);
-    in.bias = dt_param(ctx, "bias", DT_SHAPE(COLS), DT_ZEROS);
+    inputs in[2] = { make_inputs(ctx, DT_F32, s.rows), make_inputs(ctx, DT_BF16, s.rows) };
     bench_triad t;
     if (!bench_triad_make(&t, n)) return 1;
     bench_print_machine();
-    int failed = run_cases(&s, &in, &t) || (!s.only && run_products(&s, ctx));
+    int failed = run_cases(&s, in, &t) || (!s.only && run_products(&s, ctx));
     bench_triad_free(&t);
     dt_ctx_free(ctx);
+    for (int k = 0; k < 2; k++) {
+        for (int i = 0; i < 4; i++) free(in[k].state[i]);
+        free(in[k].model);
+    }
     return failed;
 }
