@@ -181,13 +181,30 @@ typedef struct dt_report {
     int left_behind;  /* number of ranks whose thread or process still ran when dt_run returned */
 } dt_report;
 
-/* A simulated slow network, for learning. An operation takes at least latency_s + bytes /
-   bytes_per_s seconds, where `bytes` is its number of bytes as dt_comm_bytes counts them. This time
-   runs from the start of the operation, or from the end of the rank's previous operation if that is
-   later. A rank that waits for the operation sleeps. Scalars (section 6) cost nothing. If both
-   fields are 0, no link is simulated. */
+/* One level of a network: one switch connects `ranks` consecutive ranks of the world (those of a
+   node, a rack, a pod). latency_s and bytes_per_s are those of an operation whose ranks are all
+   under one switch of this level; bytes_per_s is what one rank sends. 0: no limit. */
+typedef struct dt_level {
+    int ranks;
+    double latency_s, bytes_per_s;
+} dt_level;
+#define DT_MAX_LEVELS 7
+
+/* A simulated slow network, for learning and for predictions. An operation takes at least latency_s
+   + bytes / bytes_per_s seconds, where `bytes` is its number of bytes as dt_comm_bytes counts them.
+   This time runs from the start of the operation, or from the end of this rank's time for its
+   previous operation on the same level if that is later. A message arrives when its send ends, and
+   a collective ends on no rank before the time of the last one. A rank that waits for an operation
+   sleeps. Scalars (section 6) cost nothing.
+
+   levels (n_levels, innermost first, each with more ranks than the one before): the operations of a
+   group take the time of the first level of which one switch has all its ranks; for a message the
+   two ranks count. The array must stay valid during the run. The first two fields are the time
+   beyond the last level. If they are 0 and there are no levels, no network is simulated. */
 typedef struct dt_link {
     double latency_s, bytes_per_s;
+    const dt_level *levels;
+    int n_levels;
 } dt_link;
 
 typedef struct dt_run_desc {
@@ -215,7 +232,15 @@ typedef struct dt_run_desc {
     /* For mpi: the number of consecutive ranks that share memory. 1 means that no ranks share
        memory, 0 that all ranks of one machine do. */
     int node_ranks;
-    int rank; /* for tcp and nccl: the rank of this process */
+    int rank; /* for tcp and nccl: the rank of this process; for phantoms: see `present` */
+    /* Phantom ranks, for dry runs of large worlds (dt_parallel.h). present is the number of ranks
+       that run, as threads; 0 means all. It divides `ranks` into blocks of consecutive ranks, such
+       as the pipeline stages of a mesh. Of each block only rank number `rank` runs; the others are
+       phantoms. In a group with phantoms a collective ends at once, as if every rank of the group
+       had given the data that this rank has given. A message to a phantom is dropped, and one from
+       a phantom (or from any rank of such a group) holds zeros. Groups without phantoms, and
+       messages between two ranks that run, work as usual. */
+    int present;
     /* For tcp and nccl: the rendezvous, which is the address where rank 0 listens until all ranks
        have connected, such as "10.0.0.1:29500" or "node17:29500". NULL means "127.0.0.1:29500". A
        name is resolved to an IPv4 address; timeout_s does not limit the time that the system's
@@ -396,6 +421,19 @@ DT_API int dt_comm_world_rank(const dt_comm *comm, int rank);
    group lives as long as the world, so make a group once and keep it. The number of groups has no
    limit (see DT_SHARED_SPLITS). After a failure the function returns NULL. */
 DT_API dt_comm *dt_comm_split(dt_comm *comm, int color, int key, const char *name);
+/* [collective: comm] As dt_comm_split, for a color and a key that follow from the rank alone.
+   color_of returns the color of rank `rank` of comm and sets *key, which is 0 before. It is called
+   for this rank or, in a run with phantom ranks (dt_run_desc.present), for every rank of comm:
+   phantoms cannot tell their colors, so dt_comm_split fails there. */
+typedef int (*dt_color_fn)(int rank, int *key, void *user);
+DT_API dt_comm *dt_comm_split_by(dt_comm *comm, dt_color_fn color_of, void *user, const char *name);
+/* [local] Two dt_color_fn; user points to an int n of 1 or more. dt_color_block makes groups of n
+   consecutive ranks (6 ranks, n = 3: 0 1 2 and 3 4 5), dt_color_cyclic groups of ranks that are n
+   apart (0 3, 1 4 and 2 5). */
+DT_API int dt_color_block(int rank, int *key, void *n);
+DT_API int dt_color_cyclic(int rank, int *key, void *n);
+/* [local] Returns 1 if the group has phantom ranks (dt_run_desc.present), else 0. */
+DT_API int dt_comm_has_phantoms(const dt_comm *comm);
 /* [local] From this call on, dt_comm_bytes counts the bytes of comm's operations under `axis`. Does
    nothing if comm is NULL. */
 DT_API void dt_comm_set_axis(dt_comm *comm, dt_axis axis);
@@ -794,6 +832,7 @@ DT_API dt_comm *dt_here(dt_comm *comm, const char *file, int line);
 #define dt_mean(comm, ...) dt_mean(DT_HERE(comm), __VA_ARGS__)
 #define dt_agree(comm, ...) dt_agree(DT_HERE(comm), __VA_ARGS__)
 #define dt_comm_split(comm, ...) dt_comm_split(DT_HERE(comm), __VA_ARGS__)
+#define dt_comm_split_by(comm, ...) dt_comm_split_by(DT_HERE(comm), __VA_ARGS__)
 #define dt_comm_step(comm) dt_comm_step(DT_HERE(comm))
 
 #ifdef __cplusplus
@@ -989,7 +1028,8 @@ typedef struct dt__frame {
 typedef struct __attribute__((aligned(128))) dt__post {
     /* The cache line that other ranks read begins with call.packed_call and ends with data[0]: one
        line for a call with up to 8 bytes of data. */
-    char padding[DT__CACHE_LINE - offsetof(dt__frame, packed_call)];
+    char padding[DT__CACHE_LINE - offsetof(dt__frame, packed_call) - sizeof(double)];
+    double link_until; /* dt_work.link_until, if a link is simulated */
     dt__frame call;
     uint64_t number; /* equals dt_work.post once the other fields are written */
     const void *send;
@@ -1041,6 +1081,8 @@ typedef struct __attribute__((aligned(128))) dt__packet_ring {
     uint64_t received, taken, recv_at;
     char more_padding[DT__CACHE_LINE - 3 * sizeof(uint64_t)];
     dt__packet_slot slot[DT__RING_SLOTS];
+    /* with a simulated link: when the sends of the slots' messages end */
+    double link_until[DT__RING_SLOTS];
 } dt__packet_ring;
 
 /* Flight recorder entry: one operation, as its rank began it. Other ranks may read a record while
@@ -1175,7 +1217,9 @@ typedef struct dt__world {
     dt_ctx *ctx;
     const dt_host *host;
     int rank, size;
-    int local_rank;        /* index in the shared range */
+    int local_rank; /* index in the shared range */
+    /* With phantom ranks: of each `block` consecutive ranks one runs. Else 1. */
+    int block;
     const dt__node *node;  /* NULL if all ranks share memory, or none; local_rank == rank then */
     dt__rank_state *state; /* this rank's own state and records */
     dt__op_record *records;
@@ -1193,6 +1237,7 @@ typedef struct dt__world {
     dt_listener listener;
     dt_comm *comms;   /* all groups of this rank, newest first */
     dt_comm *comm;    /* the world */
+    dt_comm *present; /* with phantom ranks: the ranks that run; not counted as memory. Else NULL */
     dt__peer **peers; /* (size); NULL until the first message, or the first report */
     /* reaches the ranks that share no memory with this one; send may be NULL */
     dt_transport transport;
@@ -1222,8 +1267,13 @@ typedef struct dt__world {
     int send_copy_in_use;
     struct dt__faults *faults; /* NULL without planted faults */
     struct dt__link *link;     /* NULL without a simulated link */
-    struct dt__trace *trace;   /* NULL without a trace */
-    struct dt__nccl *nccl;     /* NULL without NCCL */
+    /* with it: when the send of the message ends that this rank sends or receives now */
+    double message_until;
+    /* NULL, or the virtual clock of a dry run: waits for other ranks do not advance it, but the
+       simulated link does */
+    double *clock;
+    struct dt__trace *trace; /* NULL without a trace */
+    struct dt__nccl *nccl;   /* NULL without NCCL */
     size_t bytes[1 + DT_AXES];
     dt_traffic traffic;
     double seconds; /* spent inside operations */
@@ -1245,6 +1295,7 @@ typedef struct dt__direct {
     /* returns the function that advances this call, or NULL if the call is to run as messages */
     dt__advance_fn (*choose)(dt_comm *comm, const dt__call *call);
     void (*begin)(dt_work *work); /* called when a chosen operation begins */
+    dt__advance_fn message;       /* advances a send or receive, if they do not run as messages */
     /* Messages between devices. takes: called when a send or receive begins; returns 1 if the
        device moves its data. send_key: returns DT__KEY_BYTES bytes that travel with the
        announcement, or NULL if the context has failed; recv_key: gets them when the message has
@@ -1282,7 +1333,8 @@ struct dt_comm {
     /* Number of ranks on each machine, if the group's rank order keeps the ranks of each machine
        together (section 17); else 0. */
     int ranks_per_node;
-    int tp_overlap; /* dt_mesh_desc.tp_overlap, which dt_parallel.h sets */
+    int lowest, highest; /* the lowest and the highest world rank of the group */
+    int tp_overlap;      /* dt_mesh_desc.tp_overlap, which dt_parallel.h sets */
     dt_axis axis;
     dt_comm *next;
     size_t bytes;        /* size of this struct with its arrays */
@@ -1450,11 +1502,19 @@ extern
    memory. */
 static int dt__local_rank_of(const dt__world *world, int rank) {
     if (!world->shared->state) return -1;
+    if (world->block > 1)
+        return (rank - world->rank) % world->block == 0 ? rank / world->block : -1;
     return world->node ? world->node->local_ranks[rank] : rank;
 }
 
 static dt__world *dt__world_of(const dt_ctx *ctx) {
     return ctx ? (dt__world *)dt_ctx_attached(ctx) : NULL;
+}
+
+/* Returns the time on the rank's clock; in a dry run with a virtual clock (dt_parallel.h) that is
+   the predicted time. */
+static double dt__time(const dt__world *world) {
+    return world->clock ? *world->clock : world->host->now(world->host->user);
 }
 
 static size_t dt__align_up(size_t bytes) {
@@ -2379,6 +2439,10 @@ static dt_status dt__wait_until_finished(dt__world *world, dt_work *work) {
         int done = dt_error(world->ctx) ? -1 : dt__advance(work);
         if (done > 0) return DT_OK;
         if (done < 0) return dt_error(world->ctx);
+        if (world->clock && work->completion == DT__TRANSFERRED) { /* the wait takes this long */
+            *world->clock = fmax(*world->clock, work->link_until);
+            continue;
+        }
         /* a peer may have failed after it had completed this operation: then all parts are here */
         if (dt__aborted(world->shared))
             return dt__advance(work) > 0 ? DT_OK : dt__peer_failed(world);
@@ -2393,19 +2457,19 @@ static dt_status dt__wait_until_finished(dt__world *world, dt_work *work) {
         }
         if (turn == spins) {
             watch = dt__stopwatch_start(host, timeout);
-            since = fmax(watch.last, work->link_until);
+            since = world->clock ? watch.last : fmax(watch.last, work->link_until);
             /* below 0 while the simulated link is busy, so that this time does not count towards
                the timeout */
             watch.seconds = watch.last - since;
         }
         double waited = dt__waited(&watch), now = watch.last;
         if (phase == NAP) dt__check_connections(world, work);
-        if (work->start_time < 0) work->start_time = now;
+        if (work->start_time < 0) work->start_time = dt__time(world);
         if (waited > timeout && !work->is_idle)
             return dt__advance(work) > 0 ? DT_OK : dt__report_timeout(work);
         if (phase == NAP && dt__detect_deadlock(work, progress_sum, since))
             return dt_error(world->ctx);
-        double link_left = work->link_until - now;
+        double link_left = world->clock ? 0 : work->link_until - now;
         double nap = phase == NAP ? fmax(waited / 16, DT__NAP_MIN) : 0; /* 0 yields */
         host->sleep(host->user, fmin(link_left > 0 ? link_left : nap, DT__NAP_MAX));
     }
@@ -2460,7 +2524,8 @@ typedef enum dt__frame_kind {
 /* A message that has arrived before its receive was posted. Its body follows: the data of an eager
    message, or the key of an announcement between devices. */
 typedef struct dt__arrival {
-    int from; /* world rank */
+    int from;          /* world rank */
+    double link_until; /* dt__world.message_until */
     dt__frame frame;
     struct dt__arrival *next;
 } dt__arrival;
@@ -2553,6 +2618,22 @@ static int dt__p2p_check(dt__p2p *p2p, int from, const dt__frame *frame) {
 
 /* ---- peers, lists, memory ---- */
 
+/* Allocates memory for DT__ARRIVALS more messages without a receive, eager ones or announcements.
+   Returns 0 on failure. */
+enum { DT__ARRIVALS = 16 };
+static int dt__arrivals_make(dt__world *world, int is_eager) {
+    size_t each = dt__arrival_bytes(is_eager);
+    char *chunk = (char *)dt_alloc(world->ctx, DT_MEM_HOST, (DT__ARRIVALS + 1) * each, "messages");
+    if (!chunk) return 0;
+    for (int i = 0; i <= DT__ARRIVALS; i++) { /* the first element links the chunks */
+        dt__arrival *one = (dt__arrival *)(void *)(chunk + (size_t)i * each),
+                    **list = i ? &world->free_arrivals[is_eager] : &world->arrival_chunks[is_eager];
+        one->next = *list;
+        *list = one;
+    }
+    return 1;
+}
+
 /* Returns the messages between this rank and another one; NULL if the context has failed. */
 static dt__peer *dt__peer_of(dt__world *world, int rank) {
     size_t bytes = (size_t)world->size * sizeof *world->peers;
@@ -2560,6 +2641,9 @@ static dt__peer *dt__peer_of(dt__world *world, int rank) {
         world->peers = (dt__peer **)dt_alloc(world->ctx, DT_MEM_HOST, bytes, "other ranks");
         if (!world->peers) return NULL;
         memset(world->peers, 0, bytes);
+        /* At once: which messages come before their receives is up to the scheduler, and memory
+           must not depend on it. */
+        if (!dt__arrivals_make(world, 0) || !dt__arrivals_make(world, 1)) return NULL;
     }
     if (world->peers[rank]) return world->peers[rank];
     dt__peer *peer = (dt__peer *)dt_alloc(world->ctx, DT_MEM_HOST, sizeof *peer, "another rank");
@@ -2613,22 +2697,6 @@ static void dt__p2p_prepend(dt__p2p_list *list, dt__p2p *p2p) {
     p2p->next = list->first;
     *(p2p->next ? &p2p->next->prev : &list->last) = p2p;
     list->first = p2p;
-}
-
-/* Allocates memory for DT__ARRIVALS more messages without a receive, eager ones or announcements.
-   Returns 0 on failure. */
-enum { DT__ARRIVALS = 16 };
-static int dt__arrivals_make(dt__world *world, int is_eager) {
-    size_t each = dt__arrival_bytes(is_eager);
-    char *chunk = (char *)dt_alloc(world->ctx, DT_MEM_HOST, (DT__ARRIVALS + 1) * each, "messages");
-    if (!chunk) return 0;
-    for (int i = 0; i <= DT__ARRIVALS; i++) { /* the first element links the chunks */
-        dt__arrival *one = (dt__arrival *)(void *)(chunk + (size_t)i * each),
-                    **list = i ? &world->free_arrivals[is_eager] : &world->arrival_chunks[is_eager];
-        one->next = *list;
-        *list = one;
-    }
-    return 1;
 }
 
 static dt__arrival *dt__arrival_acquire(dt__world *world, int is_eager) {
@@ -2854,6 +2922,7 @@ static int dt__send_packet(dt__p2p *p2p, dt__peer *peer, int to) {
     peer->eager_sent += (uint64_t)eager;
     peer->unanswered += (uint64_t)!eager;
     peer->messages++;
+    comm->world->message_until = p2p->work->link_until;
     int taken = dt__packet_send(comm->world, to, &frame, data,
         eager            ? bytes
         : p2p->is_direct ? DT__KEY_BYTES
@@ -2941,6 +3010,7 @@ static int dt__recv_answer(dt__p2p *p2p) {
     dt__world *world = comm->world;
     int from = comm->group->ranks[p2p->peer], remote = dt__peer_of(world, from)->is_remote;
     if (remote && dt__bulk_begin(p2p) < 0) return -1;
+    world->message_until = p2p->work->start_time; /* the send may end when the receive begins */
     int taken = dt__answer(world, from, remote ? DT__PULL : DT__DONE, p2p->id);
     if (taken <= 0) return taken < 0 ? dt__unreachable(p2p, "") : 0;
     if (!remote) return dt__p2p_finish(p2p);
@@ -2959,6 +3029,8 @@ static int dt__match(dt__p2p *p2p, int from, const dt__frame *frame, const void 
     if (p2p->peer == DT_ANY) p2p->peer = dt__rank_in(comm->group, from);
     p2p->id = frame->id;
     p2p->state = DT__P2P_ANSWERING;
+    if (world->link && !peer->is_remote) /* the two ranks share a time base */
+        p2p->work->link_until = fmax(p2p->work->link_until, world->message_until);
     if (frame->kind != DT__EAGER) peer->unmatched--;
     if (dt__p2p_check(p2p, p2p->peer, frame) < 0) return -1;
     if (peer->is_remote && p2p->is_direct != (frame->kind == DT__ANNOUNCE_DIRECT)) {
@@ -3016,6 +3088,7 @@ static int dt__recv_begin(dt__p2p *p2p) {
         else
             world->first_unexpected = a->next;
         if (world->last_unexpected == a) world->last_unexpected = before;
+        world->message_until = a->link_until;
         int matched = dt__match(p2p, a->from, &a->frame, a + 1);
         dt__arrival_release(world, a);
         return matched;
@@ -3123,10 +3196,6 @@ static int dt__record_of(const dt__world *world, const dt__frame *frame, dt__op_
 /* A message has arrived: gives it to the oldest receive that it matches, or keeps it. */
 static int dt__message_arrived(
     dt__world *world, int from, const dt__frame *frame, const void *body, size_t bytes) {
-    /* Allocated with the first message, so that a steady program allocates nothing: which of its
-       messages come before their receives is up to the scheduler. */
-    for (int is_eager = 0; is_eager < 2; is_eager++)
-        if (!world->arrival_chunks[is_eager] && !dt__arrivals_make(world, is_eager)) return -1;
     for (dt__p2p *p2p = world->posted.first; p2p; p2p = p2p->next) {
         if (!dt__frame_matches(p2p, from, frame)) continue;
         dt__p2p_unlist(p2p);
@@ -3140,6 +3209,7 @@ static int dt__message_arrived(
     dt__arrival *arrival = dt__arrival_acquire(world, frame->kind == DT__EAGER);
     if (!arrival) return -1;
     arrival->from = from;
+    arrival->link_until = world->message_until;
     arrival->frame = *frame;
     if (bytes) memcpy(arrival + 1, body, bytes);
     arrival->next = NULL;
@@ -3234,6 +3304,8 @@ static int dt__packet_arrived(dt__world *world, int from, const void *packet, si
         if (!p2p || p2p->state != DT__P2P_ANNOUNCED) return dt_error(world->ctx) ? 1 : 0;
         if (peer->is_remote != (frame->kind == DT__PULL)) return 0;
         peer->unanswered--;
+        if (world->link && !peer->is_remote)
+            p2p->work->link_until = fmax(p2p->work->link_until, world->message_until);
         return dt__send_answered(p2p, (dt__frame_kind)frame->kind);
     case DT__DATA:
         p2p = dt__p2p_find(&peer->pulled, frame->id);
@@ -3427,6 +3499,7 @@ static int dt__packet_ring_send(
         ring->freed = __atomic_load_n(&ring->received, __ATOMIC_ACQUIRE);
     if (ring->sent - ring->freed == DT__RING_SLOTS) return 0;
     if (ring->sent == ring->freed && bytes > DT__REWIND_BYTES) ring->send_at = 0;
+    if (world->link) ring->link_until[ring->send_at % DT__RING_SLOTS] = world->message_until;
     dt__packet_slot *slot = &ring->slot[ring->send_at++ % DT__RING_SLOTS];
     ring->sent++;
     packet = dt__slot_packet(slot, sizeof *frame + bytes);
@@ -3453,6 +3526,7 @@ static const void *dt__packet_ring_recv(dt__world *world, int from, size_t *byte
     }
     if (number >> 16 != ring->taken + 1) return NULL;
     const dt__packet_slot *slot = &ring->slot[at];
+    if (world->link) world->message_until = ring->link_until[at];
     ring->recv_at = at + 1;
     ring->taken++;
     *bytes = (size_t)(number & 0xffff);
@@ -3881,6 +3955,7 @@ static int dt__post_call(dt_work *work) {
     int needs_staging = !post->is_inline && !dt__is_accessible(work);
     if (!dt__staging_make(work, needs_staging)) return -1;
     post->call = work->frame;
+    if (comm->world->link) post->link_until = work->link_until;
     post->send = post->is_inline ? dt__post_data(post) : call->send;
     post->recv = call->recv;
     post->staging = needs_staging ? comm->staging : NULL;
@@ -3908,6 +3983,8 @@ static int dt__plan_collective(dt_work *work) {
         inline_ranks += dt__post_of(work, rank)->is_inline;
         staged_ranks += dt__post_of(work, rank)->staging != NULL;
     }
+    for (int rank = 0; rank < n && comm->world->link; rank++) /* no rank ends before the last */
+        work->link_until = fmax(work->link_until, dt__post_of(work, rank)->link_until);
     size_t longest = dt__longest_block(work), size = dt_dtype_size(work->call.dtype);
     work->window_count = longest;
     work->rounds = 1;
@@ -4008,6 +4085,70 @@ static void dt__shared_begin(dt_work *work) { work->post = ++work->comm->posts_b
 
 static const dt__direct dt__shared_direct = { .choose = dt__shared_choose,
     .begin = dt__shared_begin };
+
+/* ---- collectives with phantom ranks (dt_run_desc.present) ---- */
+
+/* Every other rank of the group gives what this rank gives: so of each rank this rank receives the
+   block that it has for itself, and a sum is this rank's block times the number of ranks. In a dry
+   run the buffers have no memory, and the kernel table moves nothing. */
+static int dt__phantom_collective(dt_work *work) {
+    dt_comm *comm = work->comm;
+    const dt__call *call = &work->call;
+    const dt__pattern *pattern = dt__pattern_of(call->op);
+    int n = comm->base.size, me = comm->base.rank, is_v = call->op == DT__ALL_TO_ALL_V;
+    size_t size = dt_dtype_size(call->dtype), first = 0, count = call->count;
+    if (is_v) first = dt__sum_counts(call->send_counts, me), count = call->send_counts[me];
+    if (!is_v && pattern->send_blocks) first = (size_t)me * count;
+    /* of a root that is a phantom this rank receives nothing */
+    const char *mine = dt__sends(comm, call) ? (const char *)call->send + first * size : NULL;
+    dt_status status = dt__staging_make(work, 0) ? DT_OK : dt_error(comm->world->ctx);
+    if (status || !mine || !dt__receives(comm, call)) return status ? -1 : 1;
+    for (int rank = 0; rank < n && pattern->reduces; rank++) comm->inputs[rank] = mine;
+    comm->outputs[0] = call->recv;
+    int is_scaled = call->op == DT__SUM_DOUBLES && dt__is_host_data(work);
+    for (size_t i = 0; i < count && is_scaled; i++)
+        ((double *)call->recv)[i] = n * ((const double *)(const void *)mine)[i];
+    if (pattern->reduces && !is_scaled) status = dt__reduce_inputs(comm, call, 1, n, count, 0);
+    char *recv = (char *)call->recv;
+    for (int rank = 0; rank < n && !pattern->reduces && !status; rank++) {
+        size_t received = is_v && call->recv_counts[rank] < count ? call->recv_counts[rank] : count;
+        if (pattern->all_send || rank == call->peer)
+            status = dt__comm_copy(comm, call, recv, mine, received * size);
+        if (pattern->all_send) recv += (is_v ? call->recv_counts[rank] : count) * size;
+    }
+    return status ? (dt__data_failed(comm, call, status), -1) : 1;
+}
+
+/* Returns 1 if the other rank of a message is a phantom, or any rank. */
+static int dt__is_phantom(const dt_comm *comm, int peer) {
+    return peer == DT_ANY || dt__local_rank_of(comm->world, comm->group->ranks[peer]) < 0;
+}
+
+static int dt__phantom_message(dt_work *work) {
+    dt_comm *comm = work->comm;
+    const dt__call *call = &work->call;
+    size_t bytes = call->count * dt_dtype_size(call->dtype);
+    int peer = call->peer == DT_ANY ? 0 : call->peer;
+    if (!dt__peer_of(comm->world, comm->group->ranks[peer])) return -1; /* for the memory account */
+    if (call->from) *call->from = peer;
+    if (call->op == DT__RECV && dt__is_host_data(work)) memset(call->recv, 0, bytes);
+    return 1;
+}
+
+static dt__advance_fn dt__phantom_choose(dt_comm *comm, const dt__call *call) {
+    (void)comm, (void)call;
+    return dt__phantom_collective;
+}
+
+static void dt__phantom_begin(dt_work *work) { (void)work; }
+
+static const dt__direct dt__phantom_direct = {
+    .choose = dt__phantom_choose, .begin = dt__phantom_begin, .message = dt__phantom_message
+};
+
+int dt_comm_has_phantoms(const dt_comm *comm) {
+    return comm && comm->direct == &dt__phantom_direct;
+}
 
 // ==== 17. Collective algorithms =================================================================
 
@@ -4727,6 +4868,7 @@ enum {
 static int dt__is_compared(const dt_comm *comm) {
     const dt__world *world = comm->world;
     int is_early = world->state->step < DT__CHECK_STEPS && comm->seq < DT__CHECK_CALLS;
+    if (dt_comm_has_phantoms(comm)) return 0;
     return (world->transport.send || !comm->group->members) &&
            (world->check ? world->check > 0 : is_early);
 }
@@ -4805,6 +4947,8 @@ static int dt__work_begin(dt_work *work) {
     int is_p2p = dt__is_p2p(call->op), is_single = !is_p2p && comm->base.size == 1;
     if (!is_p2p) work->call.seq = ++comm->seq;
     dt__describe(work);
+    if (is_p2p && dt_comm_has_phantoms(comm) && dt__is_phantom(comm, call->peer))
+        work->advance = comm->direct->message;
     if (!is_p2p && !is_single) {
         if (comm->algorithm != DT_ALGORITHM_AUTO)
             work->algorithm = dt__algorithm_of(call, comm->algorithm);
@@ -4812,7 +4956,7 @@ static int dt__work_begin(dt_work *work) {
     }
     int without_messages = work->advance != NULL;
     if (dt_error(comm->world->ctx)) return 0;
-    if (without_messages) comm->direct->begin(work);
+    if (without_messages && !is_p2p) comm->direct->begin(work);
     dt__record_make(work);
     if (is_single) {
         dt__single_rank_collective(work);
@@ -4955,8 +5099,7 @@ static dt_work *dt__op_begin(dt_comm *comm, const dt__call *call) {
         work->call.send = work->call.recv = comm->words;
     /* small calls are timed only if they wait, because reading the clock takes half as long as they
        do */
-    work->start_time =
-        dt__call_bytes(call) > DT_EAGER_BYTES ? world->host->now(world->host->user) : -1;
+    work->start_time = dt__call_bytes(call) > DT_EAGER_BYTES || world->clock ? dt__time(world) : -1;
     if (!dt__work_begin(work)) {
         dt__work_release(work);
         return NULL;
@@ -4988,7 +5131,7 @@ static const dt__call_table dt__plain_calls = {
 
 /* Counts the time since `begin`, which a call has spent in this operation. */
 static void dt__count_seconds(dt__world *world, dt_work *work, double begin) {
-    work->return_time = world->host->now(world->host->user);
+    work->return_time = dt__time(world);
     world->seconds += work->return_time - begin;
     __atomic_store_n(
         &world->state->last_op_end_us, (int64_t)(work->return_time * 1e6), __ATOMIC_RELAXED);
@@ -5022,7 +5165,7 @@ static dt_work *dt__op_start(dt_comm *comm, dt__call call) {
         return NULL;
     }
     dt__world *world = comm->world;
-    double begin = world->host->now(world->host->user);
+    double begin = dt__time(world);
     dt_work *work = world->calls->begin(comm, &call);
     if (!work) return NULL;
     work->start_time = begin;
@@ -5031,7 +5174,7 @@ static dt_work *dt__op_start(dt_comm *comm, dt__call call) {
     if (!world->first_unfinished) world->first_unfinished = work;
     /* advance it at once, so that messages leave in the order of the starts */
     if (!dt__advance_some(world)) dt__advance(work);
-    world->seconds += world->host->now(world->host->user) - begin;
+    world->seconds += dt__time(world) - begin;
     dt_ctx_here(world->ctx, NULL, 0);
     return work;
 }
@@ -5040,7 +5183,7 @@ dt_status dt_wait(dt_ctx *ctx, dt_work *work) {
     dt__world *world = dt__world_of(ctx);
     if (!world || !work) return dt_error(ctx);
     if (!work->comm) return dt_fail(ctx, DT_ERR_ARG, "dt_wait: this operation has been waited for");
-    work->wait_time = world->host->now(world->host->user);
+    work->wait_time = dt__time(world);
     if (dt_error(ctx) == DT_OK) dt__wait_work(world, work);
     dt__count_seconds(world, work, work->wait_time);
     dt__started_remove(world, work);
@@ -5577,6 +5720,7 @@ static int dt__detect_deadlock(dt_work *work, uint64_t progress_sum, double sinc
     for (int rank = 0; rank < world->size && !busy; rank++) {
         const dt__rank_state *its = dt__view_of_rank(world, rank).state;
         uint64_t sum = its ? __atomic_load_n(&its->idle_at_progress, __ATOMIC_SEQ_CST) : 0;
+        if (world->block > 1 && dt__local_rank_of(world, rank) < 0) continue; /* a phantom */
         if (sum != progress_sum && sum != DT__IDLE_FOREVER) return 0;
     }
     if (busy || dt__progress_sum(world) != progress_sum) return 0;
@@ -5673,61 +5817,6 @@ static void dt__log_all_ranks(dt__world *world) {
 
 /* ---- the simulated link ---- */
 
-typedef struct dt__link {
-    dt_link desc;
-    double free_at; /* time at which the simulated link is free again */
-} dt__link;
-
-/* Reserves time on the simulated link, and stores in work->link_until when that time ends. */
-static dt_work *dt__link_begin(dt_comm *comm, const dt__call *call) {
-    dt__world *world = comm->world;
-    dt__link *link = world->link;
-    dt_work *work = dt__op_begin(comm, call);
-    double now = world->host->now(world->host->user);
-    /* scalars and groups of one rank use no link time */
-    if (!work || work->call.host_memory || work->completion == DT__COMPLETED) return work;
-    link->free_at = fmax(link->free_at, now) + link->desc.latency_s;
-    if (link->desc.bytes_per_s > 0)
-        link->free_at += (double)dt__sent_bytes(comm, &work->call) / link->desc.bytes_per_s;
-    work->link_until = link->free_at;
-    return work;
-}
-
-static int dt__link_advance(dt_work *work) {
-    dt__world *world = work->comm->world;
-    if (work->completion != DT__TRANSFERRED) {
-        int done = dt__work_advance(work);
-        if (done <= 0 || work->link_until <= 0) return done;
-        work->completion = DT__TRANSFERRED;
-    }
-    if (world->host->now(world->host->user) < work->link_until) return 0;
-    work->link_until = 0;
-    work->completion = DT__COMPLETED;
-    dt__count_progress(world);
-    return 1;
-}
-
-static const dt__call_table dt__link_calls = {
-    .begin = dt__link_begin, .advance = dt__link_advance, .end = dt__op_end
-};
-
-/* Puts the simulated link around the plain call table. If memory runs out, the context fails. */
-static void dt__link_make(dt__world *world, dt_link desc) {
-    dt__link link = { .desc = desc };
-    if (desc.latency_s <= 0 && desc.bytes_per_s <= 0) return;
-    world->link = (dt__link *)dt_alloc(world->ctx, DT_MEM_HOST, sizeof link, "the link");
-    if (!world->link) return;
-    *world->link = link;
-    world->calls = &dt__link_calls;
-}
-
-/* ---- fault injection ---- */
-
-/* Kinds of faults; 0 means no fault. */
-enum { DT__KILL = 1, DT__STOP, DT__EXIT, DT__SPIN, DT__DELAY, DT__DROP, DT__FLIP, DT__NAN };
-static const char *const dt__fault_names[] = { "", "kill", "stop", "exit", "spin", "delay", "drop",
-    "flip", "nan" };
-
 enum { DT__FAULTS = 8 };
 typedef struct dt__fault {
     int kind, rank;
@@ -5740,6 +5829,115 @@ typedef struct dt__faults {
     int count; /* number of entries in `list`, the faults planted on this rank */
     dt__fault list[DT__FAULTS];
 } dt__faults;
+
+typedef struct dt__link {
+    dt_level levels[1 + DT_MAX_LEVELS]; /* the last one is the whole world */
+    int n_levels;
+    /* for each level: the time at which this rank's link is free again */
+    double free_at[1 + DT_MAX_LEVELS];
+} dt__link;
+
+/* Returns 1 if the description is valid; else writes the reason to `why` (160 bytes). */
+static int dt__link_valid(const dt_link *link, char *why) {
+    int n = link->n_levels, inner = 0;
+    why[0] = 0;
+    if (n < 0 || n > DT_MAX_LEVELS || (n > 0 && !link->levels))
+        snprintf(why, 160, "link with %d levels; 0 to %d are possible", n, DT_MAX_LEVELS);
+    if (!(link->latency_s >= 0 && link->bytes_per_s >= 0))
+        snprintf(why, 160, "link of %g s and %g bytes/s", link->latency_s, link->bytes_per_s);
+    for (int i = 0; i < n && !why[0]; i++) {
+        const dt_level *l = &link->levels[i];
+        if (l->ranks <= inner || (inner > 0 && l->ranks % inner != 0))
+            snprintf(why, 160, "level %d of the link has %d ranks, and the level inside it %d", i,
+                l->ranks, inner);
+        else if (!(l->latency_s >= 0 && l->bytes_per_s >= 0))
+            snprintf(why, 160, "level %d of the link: %g s and %g bytes/s", i, l->latency_s,
+                l->bytes_per_s);
+        inner = l->ranks;
+    }
+    return !why[0];
+}
+
+/* Returns the index of the first level of which one switch has all ranks of the operation. */
+static int dt__link_level(const dt__link *link, const dt_comm *comm, const dt__call *call) {
+    const int32_t *ranks = comm->group->ranks;
+    int is_message = dt__is_p2p(call->op), me = comm->world->rank, i = 0;
+    int first = is_message ? call->peer == DT_ANY ? me : ranks[call->peer] : comm->lowest;
+    int last = is_message ? me : comm->highest;
+    while (i < link->n_levels && first / link->levels[i].ranks != last / link->levels[i].ranks) i++;
+    return i;
+}
+
+/* Reserves time on the simulated link, and stores in work->link_until when that time ends. */
+static dt_work *dt__link_begin(dt_comm *comm, const dt__call *call) {
+    dt__world *world = comm->world;
+    dt__link *link = world->link;
+    dt_work *work = dt__op_begin(comm, call);
+    if (!work || work->completion == DT__COMPLETED) return work; /* a group of one rank */
+    double now = dt__time(world);
+    int at = dt__link_level(link, comm, &work->call);
+    const dt_level *level = &link->levels[at];
+    /* a receive ends when the message has arrived; from another machine that time is not known */
+    int arrives = call->op == DT__RECV &&
+                  (call->peer == DT_ANY || world->block > 1
+                          ? !world->transport.send
+                          : dt__local_rank_of(world, comm->group->ranks[call->peer]) >= 0);
+    if (!work->call.host_memory && !arrives) { /* scalars take no time */
+        double seconds = level->latency_s;
+        if (level->bytes_per_s > 0)
+            seconds += (double)dt__sent_bytes(comm, &work->call) / level->bytes_per_s;
+        now = link->free_at[at] = fmax(link->free_at[at], now) + seconds;
+    } else if (!world->clock && !arrives) {
+        return work;
+    }
+    work->link_until = now;
+    return work;
+}
+
+static int dt__link_advance(dt_work *work) {
+    dt__world *world = work->comm->world;
+    if (work->completion != DT__TRANSFERRED) {
+        int done = dt__work_advance(work);
+        if (done <= 0 || work->link_until <= 0) return done;
+        work->completion = DT__TRANSFERRED;
+    }
+    if (dt__time(world) < work->link_until) return 0;
+    if (world->clock) work->end_time = work->link_until; /* not when this rank notices it */
+    work->link_until = 0;
+    work->completion = DT__COMPLETED;
+    dt__count_progress(world);
+    return 1;
+}
+
+static const dt__call_table dt__link_calls = {
+    .begin = dt__link_begin, .advance = dt__link_advance, .end = dt__op_end
+};
+
+/* Puts the simulated link around the plain call table. If memory runs out, the context fails. */
+static void dt__link_make(dt__world *world, dt_link desc) {
+    dt__link link;
+    memset(&link, 0, sizeof link);
+    link.n_levels = desc.n_levels;
+    for (int i = 0; i < desc.n_levels; i++) link.levels[i] = desc.levels[i];
+    link.levels[desc.n_levels].latency_s = desc.latency_s;
+    link.levels[desc.n_levels].bytes_per_s = desc.bytes_per_s;
+    world->link = (dt__link *)dt_alloc(world->ctx, DT_MEM_HOST, sizeof link, "the link");
+    if (!world->link) return;
+    *world->link = link;
+    if (world->faults) { /* these are around the link */
+        world->faults->inner = &dt__link_calls;
+        world->faults->calls.advance = dt__link_advance;
+    } else {
+        world->calls = &dt__link_calls;
+    }
+}
+
+/* ---- fault injection ---- */
+
+/* Kinds of faults; 0 means no fault. */
+enum { DT__KILL = 1, DT__STOP, DT__EXIT, DT__SPIN, DT__DELAY, DT__DROP, DT__FLIP, DT__NAN };
+static const char *const dt__fault_names[] = { "", "kill", "stop", "exit", "spin", "delay", "drop",
+    "flip", "nan" };
 
 /* Parses a number of at most 15 digits, which may have a fraction if `real` is set. Returns the
    position after the number, or NULL if there is no number. */
@@ -5978,8 +6176,7 @@ static void dt__find_straggler(dt__world *world, const dt_comm *comm) {
 dt_status(dt_comm_step)(dt_comm *world_comm) {
     if (!world_comm) return DT_OK;
     dt__world *world = world_comm->world;
-    const dt_host *host = world->host;
-    double own = host->now(host->user) - world->seconds - world->last_step_own;
+    double own = dt__time(world) - world->seconds - world->last_step_own;
     int32_t words[2] = { 0, 0 };
     world->own_s[world->state->step % DT__STRAGGLER_STEPS] = fmax(own, 0);
     for (int i = 0; i < DT__STRAGGLER_STEPS; i++) own = fmin(own, world->own_s[i]);
@@ -5988,7 +6185,7 @@ dt_status(dt_comm_step)(dt_comm *world_comm) {
     if (world->state->step >= DT__STRAGGLER_STEPS && world->rank == 0)
         dt__find_straggler(world, world->comm);
     __atomic_store_n(&world->state->step, world->state->step + 1, __ATOMIC_RELAXED);
-    world->last_step_own = host->now(host->user) - world->seconds;
+    world->last_step_own = dt__time(world) - world->seconds;
     return dt_error(world->ctx);
 }
 
@@ -6111,33 +6308,32 @@ static void dt__comms_free(dt__world *world) {
     world->comm = NULL;
 }
 
-/* Returns the rank that `rank` gets in its new group, computed from comm->words. */
-static int dt__split_rank(const dt_comm *comm, int rank) {
-    const int32_t *mine = &comm->words[2 * rank];
-    int new_rank = 0;
-    for (int other = 0; other < comm->base.size; other++) {
-        const int32_t *its = &comm->words[2 * other];
-        if (its[0] == mine[0] && (its[1] < mine[1] || (its[1] == mine[1] && other < rank)))
-            new_rank++;
+/* Writes to `members` the ranks of comm that have this color, in the order of their new ranks,
+   computed from comm->words. Returns their number; with members NULL it only counts. */
+static int dt__split_members(const dt_comm *comm, int color, int32_t *members) {
+    const int32_t *words = comm->words; /* color and key of each rank */
+    int n = 0;
+    for (int rank = 0; rank < comm->base.size; rank++) {
+        if (words[2 * rank] != color) continue;
+        int at = n++; /* after the members so far whose key is not greater */
+        for (; members && at > 0 && words[2 * members[at - 1] + 1] > words[2 * rank + 1]; at--)
+            members[at] = members[at - 1];
+        if (members) members[at] = rank;
     }
-    return new_rank;
+    return n;
 }
 
-/* Makes this rank's handle of a group: of the ranks of `parent` that have this color, or of all
-   ranks of the world if `parent` is NULL. Returns NULL if the context has failed. */
-static dt_comm *dt__comm_make(
-    dt__world *world, const dt_comm *parent, int color, const char *name) {
-    const int of = parent ? parent->base.size : world->size;
-    int n = parent ? 0 : of;
-    for (int rank = 0; parent && rank < of; rank++) n += parent->words[2 * rank] == color;
-    size_t each = 2 * sizeof(void *) + 3 * sizeof(int32_t);
-    size_t bytes = sizeof(dt_comm) + sizeof(dt__group) + (size_t)n * each;
-    dt_comm *comm = (dt_comm *)dt_alloc(world->ctx, DT_MEM_HOST, bytes, "dt_comm");
-    if (!comm) return NULL;
-    /* `inputs`, `outputs` and `words` stay untouched until they are used */
+/* The size of a dt_comm of n ranks, with its arrays. */
+static size_t dt__comm_struct_bytes(int n) {
+    return sizeof(dt_comm) + sizeof(dt__group) +
+           (size_t)n * (2 * sizeof(void *) + 3 * sizeof(int32_t));
+}
+
+/* Prepares the memory of a dt_comm. `inputs`, `outputs` and `words` stay untouched until they are
+   used. */
+static void dt__comm_init(dt_comm *comm, dt__world *world, int n, const char *name) {
     memset(comm, 0, sizeof(dt_comm) + sizeof(dt__group));
-    comm->bytes = bytes;
-    comm->base.rank = parent ? dt__split_rank(parent, parent->base.rank) : world->rank;
+    comm->bytes = dt__comm_struct_bytes(n);
     comm->base.size = n;
     comm->world = world;
     comm->axis = DT_AXIS_NONE;
@@ -6150,11 +6346,24 @@ static dt_comm *dt__comm_make(
     dt__copy_name(comm->group->name, sizeof comm->group->name, name);
     comm->base.ranks = comm->group->ranks;
     comm->base.name = comm->group->name;
-    for (int rank = 0; rank < of; rank++) {
-        if (!parent)
-            comm->group->ranks[rank] = rank;
-        else if (parent->words[2 * rank] == color)
-            comm->group->ranks[dt__split_rank(parent, rank)] = parent->group->ranks[rank];
+}
+
+/* Makes this rank's handle of a group: of the ranks of `parent` that have this color, or of all
+   ranks of the world if `parent` is NULL. Returns NULL if the context has failed. */
+static dt_comm *dt__comm_make(
+    dt__world *world, const dt_comm *parent, int color, const char *name) {
+    const int n = parent ? dt__split_members(parent, color, NULL) : world->size;
+    dt_comm *comm =
+        (dt_comm *)dt_alloc(world->ctx, DT_MEM_HOST, dt__comm_struct_bytes(n), "dt_comm");
+    if (!comm) return NULL;
+    dt__comm_init(comm, world, n, name);
+    if (parent) dt__split_members(parent, color, comm->group->ranks);
+    for (int rank = 0; rank < n; rank++) {
+        int32_t *of_world = &comm->group->ranks[rank];
+        *of_world = parent ? parent->group->ranks[*of_world] : rank;
+        if (*of_world == world->rank) comm->base.rank = rank;
+        if (rank == 0 || *of_world < comm->lowest) comm->lowest = *of_world;
+        if (*of_world > comm->highest) comm->highest = *of_world;
     }
     comm->ranks_per_node = dt__find_ranks_per_node(world, comm->group);
     comm->next = world->comms;
@@ -6191,6 +6400,42 @@ static void dt__comm_use_shared(dt_comm *comm, uint32_t channel) {
     if (!comm->world->transport.send) comm->group->channel = channel;
 }
 
+/* With phantom ranks: makes world->present, the group of the ranks that run. Its memory is not
+   counted, because a run without phantoms has no such group. */
+static void dt__present_make(dt__world *world) {
+    const int n = world->size / world->block;
+    dt_comm *comm =
+        (dt_comm *)world->host->alloc(world->host->user, dt__comm_struct_bytes(n), DT_MEM_HOST);
+    if (!comm) {
+        dt__comm_fail(world, DT_ERR_MEM, "no memory for the group of the ranks that run");
+        return;
+    }
+    dt__comm_init(comm, world, n, "present");
+    for (int i = 0; i < n; i++)
+        comm->group->ranks[i] = i * world->block + world->rank % world->block;
+    comm->base.rank = world->local_rank;
+    comm->lowest = comm->group->ranks[0];
+    comm->highest = comm->group->ranks[n - 1];
+    dt__comm_use_shared(comm, 0);
+    world->present = comm;
+}
+
+static void dt__present_free(dt__world *world) {
+    if (world->present)
+        world->host->free(world->host->user, world->present, world->present->bytes, DT_MEM_HOST);
+    world->present = NULL;
+}
+
+/* Makes the collectives of a group run in shared memory, or without its phantom ranks.
+   `channel` is as for dt__comm_use_shared; without one, the group's collectives are messages. */
+static void dt__comm_set_direct(dt_comm *comm, int has_channel, uint32_t channel) {
+    if (dt__is_on_node(comm)) {
+        if (has_channel) dt__comm_use_shared(comm, channel);
+    } else if (comm->world->block > 1) {
+        comm->direct = &dt__phantom_direct;
+    }
+}
+
 /* Logs once, on rank 0 of the group that is split, that groups run their collectives as messages,
    because the arena is full. */
 static void dt__note_full_arena(dt__world *world, const dt_comm *comm, const char *name) {
@@ -6203,36 +6448,74 @@ static void dt__note_full_arena(dt__world *world, const dt_comm *comm, const cha
         name, (int)DT_SHARED_SPLITS);
 }
 
-/* In the second gather word 0 is the rank's next free channel; the maximum becomes the channel of
-   those new groups that have none in the range. Word 1 is the channel of the group that the first
-   rank of a new group has made in the range; 0 if it makes none (the world has channel 0), -1 if
-   there was no capacity, so that the group runs its collectives as messages. A group of one needs
-   none. */
-static dt_comm *dt__comm_split(dt_comm *comm, int color, int key, const char *name) {
-    if (!comm) return NULL;
-    int32_t words[2] = { color < 0 ? -1 : color, key }, channel = 0, shared = 0, is_full = 0;
+/* Gathers each rank's color and key into comm->words, or with phantom ranks computes them. */
+static dt_status dt__gather_colors(dt_comm *comm, dt_color_fn color_of, void *user) {
+    int32_t words[2] = { 0, 0 };
+    for (int rank = 0; rank < comm->base.size && dt_comm_has_phantoms(comm); rank++) {
+        int key = 0, color = color_of(rank, &key, user);
+        comm->words[2 * rank] = color < 0 ? -1 : color;
+        comm->words[2 * rank + 1] = key;
+    }
+    if (dt_comm_has_phantoms(comm)) return dt_error(comm->world->ctx);
+    words[0] = color_of(comm->base.rank, &words[1], user);
+    if (words[0] < 0) words[0] = -1;
+    return dt__gather_words(comm, DT__SPLIT, words);
+}
+
+/* Returns the group through which the ranks of comm that run agree on the channels of new groups:
+   comm itself or, if comm has phantom ranks, world->present. NULL: this is the only rank of comm
+   that runs, or the context has failed. */
+static dt_comm *dt__present_of(dt_comm *comm) {
     dt__world *world = comm->world;
-    if (dt__gather_words(comm, DT__SPLIT, words) != DT_OK) return NULL;
+    int n = 0;
+    if (!dt_comm_has_phantoms(comm)) return comm;
+    for (int rank = 0; rank < comm->base.size; rank++)
+        n += dt__local_rank_of(world, comm->group->ranks[rank]) >= 0;
+    if (n == world->present->base.size && n > 1) return world->present;
+    if (n > 1)
+        dt__comm_fail(world, DT_ERR_UNSUPPORTED,
+            "dt_comm_split_by on %s, of which %d ranks run: one, or all %d, can be in a group with "
+            "phantom ranks that is split",
+            comm->group->name, n, world->present->base.size);
+    return NULL;
+}
+
+/* The ranks of comm gather two words: word 0 is the rank's next free channel; the maximum becomes
+   the channel of those new groups that have none in the range. Word 1 is the channel of the group
+   that the first rank of a new group has made in the range; 0 if it makes none (the world has
+   channel 0), -1 if there was no capacity, so that the group runs its collectives as messages. A
+   group of one needs none. */
+static dt_comm *dt__comm_split_by(
+    dt_comm *comm, dt_color_fn color_of, void *user, const char *name) {
+    if (!comm) return NULL;
+    dt__world *world = comm->world;
+    if (!color_of)
+        dt__comm_fail(world, DT_ERR_ARG, "dt_comm_split_by: no function that returns colors");
+    if (!color_of) return NULL;
+    int32_t words[2], channel = (int32_t)world->channel_count, shared = 0, is_full = 0;
+    if (dt__gather_colors(comm, color_of, user) != DT_OK) return NULL;
     if (!name) name = "group";
-    dt_comm *made = color >= 0 ? dt__comm_make(world, comm, color, name) : NULL;
-    words[0] = (int32_t)world->channel_count;
+    int color = comm->words[2 * comm->base.rank];
+    dt_comm *made = color >= 0 ? dt__comm_make(world, comm, color, name) : NULL,
+            *present = dt__present_of(comm);
+    words[0] = channel;
     words[1] = 0;
     if (made && made->base.rank == 0 && made->base.size > 1 && dt__is_on_node(made)) {
         const dt__group *own = dt__group_make(world->shared, made->base.size, name);
         words[1] = own ? (int32_t)own->channel : -1;
     }
-    if (dt__gather_words(comm, DT__SPLIT, words) != DT_OK) return NULL;
-    for (int rank = 0; rank < comm->base.size; rank++) {
-        if (comm->words[2 * rank] > channel) channel = comm->words[2 * rank];
-        if (made && comm->group->ranks[rank] == made->group->ranks[0])
-            shared = comm->words[2 * rank + 1];
-        is_full |= comm->words[2 * rank + 1] < 0;
+    if (present && dt__gather_words(present, DT__SPLIT, words) != DT_OK) return NULL;
+    for (int rank = 0; present && rank < present->base.size; rank++) {
+        if (present->words[2 * rank] > channel) channel = present->words[2 * rank];
+        if (made && present->group->ranks[rank] == made->group->ranks[0])
+            shared = present->words[2 * rank + 1];
+        is_full |= present->words[2 * rank + 1] < 0;
     }
     if (is_full) dt__note_full_arena(world, comm, name);
     world->channel_count = (uint32_t)channel + 1;
     if (made) made->group->channel = (uint32_t)channel;
     /* ranks of other machines have no say in where this machine's ranks share memory */
-    if (shared > 0 && dt__is_on_node(made)) dt__comm_use_shared(made, (uint32_t)shared);
+    if (made) dt__comm_set_direct(made, shared > 0, (uint32_t)shared);
     if (comm->direct && comm->direct->split) { /* NCCL, for all groups of its world */
         if (made) made->direct = comm->direct;
         comm->direct->split(comm, made, color);
@@ -6240,8 +6523,39 @@ static dt_comm *dt__comm_split(dt_comm *comm, int color, int key, const char *na
     return dt_error(world->ctx) ? NULL : made;
 }
 
+/* dt_color_fn of dt_comm_split: this rank's color and key. */
+static int dt__given_color(int rank, int *key, void *user) {
+    const int *color_key = (const int *)user;
+    (void)rank;
+    *key = color_key[1];
+    return color_key[0];
+}
+
+static dt_comm *dt__comm_split(dt_comm *comm, int color, int key, const char *name) {
+    int color_key[2] = { color, key };
+    if (comm && dt_comm_has_phantoms(comm)) {
+        dt__comm_fail(comm->world, DT_ERR_UNSUPPORTED,
+            "dt_comm_split(%s): phantom ranks have no color; use dt_comm_split_by",
+            name ? name : "group");
+        return NULL;
+    }
+    return dt__comm_split_by(comm, dt__given_color, color_key, name);
+}
+
 DT__DEFINE_AT_SITE(dt_comm *, comm_split, comm ? comm->world->ctx : NULL,
     (dt_comm * comm, int color, int key, const char *name), comm, color, key, name)
+DT__DEFINE_AT_SITE(dt_comm *, comm_split_by, comm ? comm->world->ctx : NULL,
+    (dt_comm * comm, dt_color_fn color_of, void *user, const char *name), comm, color_of, user,
+    name)
+
+int dt_color_block(int rank, int *key, void *n) {
+    (void)key;
+    return n && *(int *)n > 0 ? rank / *(int *)n : -1;
+}
+int dt_color_cyclic(int rank, int *key, void *n) {
+    (void)key;
+    return n && *(int *)n > 0 ? rank % *(int *)n : -1;
+}
 
 // ==== 23. Shared memory: layout, heaps ==========================================================
 
@@ -8818,11 +9132,18 @@ struct dt_team {
     dt__shared *shared;
     void *range;       /* the memory that contains `shared` */
     int64_t oom_kills; /* result of dt__run_oom_kills before the ranks began */
+    int block;         /* dt__world.block; desc.ranks is the number of ranks that run */
     /* one for the caller of dt_team_make and one for each rank's thread; the team is freed when
        none is left */
     int references;
     struct dt__rank_job *jobs; /* (ranks), of dt_run; in memory just after this struct */
 };
+
+/* Returns the world rank of the team's rank number `rank`. With phantoms they differ: of each block
+   of ranks, one is in the team. */
+static int dt__team_world_rank(const dt_team *team, int rank) {
+    return team && team->block > 1 ? rank * team->block + team->desc.rank : rank;
+}
 
 static void dt__set_ended(dt__shared *shared, dt__rank_state *state) {
     __atomic_store_n(&state->ended, 1, __ATOMIC_RELEASE);
@@ -8851,6 +9172,8 @@ static dt__world *dt__world_make(
     dt__world *world = (dt__world *)dt_alloc(ctx, DT_MEM_HOST, bytes, "the world");
     if (!world) return NULL;
     memset(world, 0, bytes);
+    world->block = desc->team ? desc->team->block : 1;
+    world->rank = dt__team_world_rank(desc->team, desc->rank);
     world->local_rank = node ? node->local_rank : desc->rank;
     if (shared) {
         world->state = &shared->state[world->local_rank];
@@ -8869,8 +9192,7 @@ static dt__world *dt__world_make(
     world->ctx = ctx;
     world->host = dt_ctx_host(ctx);
     world->calls = &dt__plain_calls;
-    world->rank = desc->rank;
-    world->size = size;
+    world->size = size * world->block;
     world->node = node;
     world->is_thread = desc->team && !shared->separate_memory;
     if (!desc->team) world->transport = *desc->transport;
@@ -8885,8 +9207,9 @@ static dt__world *dt__world_make(
 static void dt__world_failed(
     dt_ctx *ctx, const dt_attach_desc *desc, const dt__node *node, dt__shared *shared) {
     dt__shared none;
-    if (shared && dt__claim(shared, desc->rank))
-        dt__publish_failure(shared, desc->rank, dt_error(ctx), dt_error_text(ctx));
+    int rank = dt__team_world_rank(desc->team, desc->rank);
+    if (shared && dt__claim(shared, rank))
+        dt__publish_failure(shared, rank, dt_error(ctx), dt_error_text(ctx));
     if (desc->team) return;
     memset(&none, 0, sizeof none);
     dt__world world = { .shared = shared ? shared : &none,
@@ -8927,6 +9250,11 @@ static dt_comm *dt__attach(
     if (wrong && !dt_error(ctx))
         dt_fail(ctx, DT_ERR_ARG, "dt_comm_attach: rank %d of %d, %s", desc.rank, size,
             dt__world_of(ctx) ? "but it is attached already" : "by either a team or a transport");
+    char why[160];
+    if (!wrong && !run && !dt__link_valid(&desc.link, why)) {
+        dt_fail(ctx, DT_ERR_ARG, "dt_comm_attach: %s", why);
+        wrong = 1;
+    }
     if (wrong) return NULL;
     dt__world *world = dt_error(ctx) ? NULL : dt__world_make(ctx, &desc, size, node, shared);
     if (!world) {
@@ -8941,12 +9269,14 @@ static dt_comm *dt__attach(
     dt_ctx_attach(ctx, world);
     if (run) world->check = run->check;
     if (run && !desc.team) world->status_request = run->status_request;
-    dt__link_make(world, run ? run->link : desc.link);
+    dt_link link = run ? run->link : desc.link;
+    if (link.latency_s > 0 || link.bytes_per_s > 0 || link.n_levels > 0) dt__link_make(world, link);
     if (run) dt__faults_make(world, run->fault);
     for (int rank = 0; rank < size && world->transport.pid; rank++)
         dt__peer_of(world, rank); /* knows the rank's process, even if it never sends a report */
     world->comm = dt__comm_make(world, NULL, 0, "world");
-    if (world->comm && dt__is_on_node(world->comm)) dt__comm_use_shared(world->comm, 0);
+    if (world->comm) dt__comm_set_direct(world->comm, 1, 0);
+    if (world->comm && world->block > 1) dt__present_make(world);
     if (!world->comm || !(desc.nccl || (run && run->backend == DT_BACKEND_NCCL)))
         return world->comm;
     if (dt__nccl_begin)
@@ -9087,6 +9417,7 @@ static void dt__detach(dt_ctx *ctx, dt_status status, dt_report *report) {
         *report = world->shared->unreceived;
     dt__comms_free(world); /* uses the call tables and the work objects, which are freed next */
     dt__trace_free(world);
+    dt__present_free(world);
     dt__works_free(world);
     dt__arrivals_free(world);
     dt__peers_free(world);
@@ -9206,6 +9537,7 @@ static dt_team dt__run_env(dt_run_desc desc) {
 static int dt__run_valid(dt_team *run, int is_team) {
     const dt_run_desc *desc = &run->desc;
     int procs = desc->backend == DT_BACKEND_PROCS;
+    char why[160];
     if (is_team && desc->backend > DT_BACKEND_PROCS)
         dt__run_fail(run, -1, DT_ERR_UNSUPPORTED, "dt_run: backend %s: %s",
             dt__backend_name(desc->backend), dt__backend_missing(desc->backend));
@@ -9225,11 +9557,19 @@ static int dt__run_valid(dt_team *run, int is_team) {
         dt__run_fail(run, -1, DT_ERR_ARG, "dt_run: %d ranks", desc->ranks);
     else if (!(desc->timeout_s > 0 && desc->timeout_s <= 1e9))
         dt__run_fail(run, -1, DT_ERR_ARG, "dt_run: timeout_s %g", desc->timeout_s);
+    else if (desc->present && (!is_team || procs))
+        dt__run_fail(run, -1, DT_ERR_ARG, "dt_run: phantom ranks need backend threads, not %s",
+            dt__backend_name(desc->backend));
+    else if (desc->present < 0 || (desc->present > 0 && desc->ranks % desc->present != 0))
+        dt__run_fail(run, -1, DT_ERR_ARG, "dt_run: present %d does not divide %d ranks",
+            desc->present, desc->ranks);
+    else if (desc->present && (desc->rank < 0 || desc->rank >= desc->ranks / desc->present))
+        dt__run_fail(run, -1, DT_ERR_ARG, "dt_run: rank %d of a block of %d", desc->rank,
+            desc->ranks / desc->present);
     else if (desc->node_ranks < 0)
         dt__run_fail(run, -1, DT_ERR_ARG, "dt_run: node_ranks %d", desc->node_ranks);
-    else if (!(desc->link.latency_s >= 0 && desc->link.bytes_per_s >= 0))
-        dt__run_fail(run, -1, DT_ERR_ARG, "dt_run: link of %g s and %g bytes/s",
-            desc->link.latency_s, desc->link.bytes_per_s);
+    else if (!dt__link_valid(&desc->link, why))
+        dt__run_fail(run, -1, DT_ERR_ARG, "dt_run: %s", why);
     else
         return 1;
     return 0;
@@ -9258,9 +9598,12 @@ static void dt__team_release(dt_team *team) {
 dt_team *dt_team_make(dt_run_desc desc) {
     dt_team run = dt__run_env(desc);
     const dt_host host = run.host;
-    const int ranks = run.desc.ranks, separate = desc.backend == DT_BACKEND_PROCS;
+    const int separate = desc.backend == DT_BACKEND_PROCS;
     dt__shared sizes;
     if (!dt__run_valid(&run, 1)) return NULL;
+    const int ranks = desc.present ? desc.present : run.desc.ranks;
+    run.block = run.desc.ranks / ranks;
+    run.desc.ranks = ranks;
     memset(&sizes, 0, sizeof sizes);
     sizes.ranks = ranks;
     sizes.separate_memory = separate;
@@ -9324,7 +9667,7 @@ dt_ctx *dt_team_ctx(dt_team *team, int rank) {
     char why[160] = "";
     if (is_rank && team->shared->separate_memory)
         host = dt__heap_make(team->shared, &team->host, rank);
-    dt_ctx *ctx = is_rank ? dt__rank_ctx(&team->desc, rank, host) : NULL;
+    dt_ctx *ctx = is_rank ? dt__rank_ctx(&team->desc, dt__team_world_rank(team, rank), host) : NULL;
     const dt_kernels *kernels = dt_ctx_kernels(ctx);
     if (!is_rank)
         dt__run_fail(team, -1, DT_ERR_ARG, "dt_team_ctx: rank %d of %d", rank, ranks);
@@ -9768,7 +10111,7 @@ static void dt__trace_push(dt__world *world, const dt_event *block, const char *
         event->a = block->block;
         event->b = block->micro;
     }
-    event->begin = world->host->now(world->host->user);
+    event->begin = dt__time(world);
 }
 
 /* Ends the innermost mark of the current block; or the innermost block, and its marks. A block that
@@ -9785,7 +10128,7 @@ static void dt__trace_pop(dt__world *world, int is_block) {
     while (trace->depth > slice) {
         dt__trace_event *open = &trace->open[--trace->depth], *event;
         dt_memory now = dt_memory_used(world->ctx);
-        open->end = world->host->now(world->host->user);
+        open->end = dt__time(world);
         *dt__trace_next_event(trace) = *open;
         if (memcmp(now.live, trace->live, sizeof now.live) == 0) continue;
         event = dt__trace_next_event(trace);
@@ -9838,7 +10181,7 @@ static void dt__trace_add(const dt_work *work, int kind, double begin, double en
 
 /* The trace is a call table around the others (section 20). */
 static dt_work *dt__trace_begin_call(dt_comm *comm, const dt__call *call) {
-    double begin = comm->world->host->now(comm->world->host->user);
+    double begin = dt__time(comm->world);
     dt_work *work = comm->world->trace->inner->begin(comm, call);
     if (work) work->start_time = begin;
     return work;
@@ -9847,7 +10190,7 @@ static dt_work *dt__trace_begin_call(dt_comm *comm, const dt__call *call) {
 static int dt__trace_advance(dt_work *work) {
     dt__world *world = work->comm->world;
     int done = world->trace->inner->advance(work);
-    if (done > 0 && work->end_time <= 0) work->end_time = world->host->now(world->host->user);
+    if (done > 0 && work->end_time <= 0) work->end_time = dt__time(world);
     return done;
 }
 
@@ -9910,6 +10253,8 @@ typedef struct dt__trace_summary {
 
 typedef struct dt__trace_out {
     dt__world *world;
+    dt_comm *comm;         /* the world, or with phantom ranks those that run */
+    int me;                /* this rank's rank in comm */
     dt__trace_event *ring; /* (events) */
     size_t events, messages;
     uint32_t *by_time, *by_message, *scratch; /* (events) indices in the ring */
@@ -9931,13 +10276,13 @@ static void dt__trace_p2p(
         .count = doubles,
         .send = buf,
         .recv = buf };
-    dt__run_on_host(out->world->comm, call);
+    dt__run_on_host(out->comm, call);
 }
 
 static dt_status dt__trace_gather(const dt__trace_out *out) {
     const size_t doubles = sizeof out->own / sizeof(double);
     return dt__run_on_host(
-        out->world->comm, dt__call_make(DT__ALL_GATHER, &out->own, out->all, doubles, DT_F64));
+        out->comm, dt__call_make(DT__ALL_GATHER, &out->own, out->all, doubles, DT_F64));
 }
 
 /* Clock synchronization. Returns rank 0's clock minus this rank's. A rank sends rank 0 a request
@@ -10012,11 +10357,12 @@ static void dt__trace_match(dt__trace_out *out) {
     const size_t max = DT__TRACE_TEXT / sizeof(dt__trace_event);
     dt__trace_event *sent = (dt__trace_event *)(void *)out->text;
     size_t at = (size_t)out->own.sends, n; /* at: the first receive not yet passed */
-    int me = out->world->rank;
-    for (int rank = 0; rank < out->world->size; rank++) {
+    const int32_t *world_ranks = out->comm->group->ranks;
+    for (int rank = 0; rank < out->comm->base.size; rank++) {
+        int from = world_ranks[rank];
         for (size_t done = 0, sends = (size_t)out->all[rank].sends; done < sends; done += n) {
             n = sends - done < max ? sends - done : max;
-            for (size_t i = 0; rank == me && i < n; i++)
+            for (size_t i = 0; rank == out->me && i < n; i++)
                 sent[i] = out->ring[out->by_message[done + i]];
             const size_t doubles = n * sizeof *sent / sizeof(double);
             dt__call broadcast = { .op = DT__BROADCAST,
@@ -10025,14 +10371,15 @@ static void dt__trace_match(dt__trace_out *out) {
                 .count = doubles,
                 .send = sent,
                 .recv = sent };
-            if (dt__run_on_host(out->world->comm, broadcast)) return;
+            if (dt__run_on_host(out->comm, broadcast)) return;
             for (size_t i = 0; i < n; i++) {
-                while (sent[i].a == me && at < out->messages) { /* the receives up to this send's */
+                while (sent[i].a == out->world->rank &&
+                       at < out->messages) { /* the receives up to this send's */
                     dt__trace_event *receive = &out->ring[out->by_message[at]];
                     const uint64_t seq = receive->u.op.seq, its = sent[i].u.op.seq;
-                    if (receive->a > rank || (receive->a == rank && seq > its)) break;
+                    if (receive->a > from || (receive->a == from && seq > its)) break;
                     at++;
-                    if (receive->a < rank || seq < its) continue;
+                    if (receive->a < from || seq < its) continue;
                     receive->send_tid = sent[i].tid;
                     receive->u.op.send_begin = sent[i].begin + out->all[rank].offset;
                 }
@@ -10155,7 +10502,7 @@ static void dt__trace_save(dt__trace_out *out) {
 static void dt__trace_join(dt__trace_out *out) {
     enum { ITEM_BYTES = 2048 }; /* no name or event has a longer text */
     const size_t names = 2 + (size_t)out->tracks;
-    int me = out->world->rank, more = 1;
+    int me = out->me, more = 1;
     for (size_t i = 0; more; out->used = 0) {
         for (; i < names + out->events && out->used + ITEM_BYTES < DT__TRACE_TEXT; i++) {
             if (i < names)
@@ -10167,7 +10514,7 @@ static void dt__trace_join(dt__trace_out *out) {
         out->own.text_bytes = (double)out->used;
         if (dt__trace_gather(out) != DT_OK) return;
         more = 0;
-        for (int rank = 0; rank < out->world->size; rank++) {
+        for (int rank = 0; rank < out->comm->base.size; rank++) {
             double bytes = out->all[rank].text_bytes;
             if (!(bytes >= 0 && bytes <= (double)DT__TRACE_TEXT)) {
                 dt__comm_fail(out->world, DT_ERR_COMM,
@@ -10194,7 +10541,7 @@ static void dt__trace_file(dt__trace_out *out, const char *path) {
         "\"name\":\"process_sort_index\",\"args\":{\"sort_index\":0}}");
     dt__trace_join(out);
     DT__TRACE_PUT(out, "\n],\"otherData\":{\"lost\":[");
-    for (int rank = 0; rank < out->world->size; rank++) {
+    for (int rank = 0; rank < out->comm->base.size; rank++) {
         DT__TRACE_PUT(out, "%s%.0f", rank ? "," : "", out->all[rank].lost);
         dt__trace_save(out);
     }
@@ -10210,10 +10557,10 @@ static void dt__trace_all(dt__trace_out *out, const char *path) {
     out->own.first = out->events ? out->ring[out->by_time[0]].begin + out->own.offset : 1e300;
     if (dt__trace_gather(out) != DT_OK) return;
     out->origin = out->own.first;
-    for (int rank = 0; rank < out->world->size; rank++)
+    for (int rank = 0; rank < out->comm->base.size; rank++)
         out->origin = fmin(out->origin, out->all[rank].first);
     dt__trace_match(out);
-    if (out->world->rank == 0)
+    if (out->me == 0)
         dt__trace_file(out, path);
     else
         dt__trace_join(out);
@@ -10234,6 +10581,8 @@ dt_status dt_trace_write(dt_comm *comm, const char *path) {
             "dt_trace_write on %s: it needs the world, and a path", comm->group->name);
     memset(&out, 0, sizeof out);
     out.world = world;
+    out.comm = world->present ? world->present : comm;
+    out.me = out.comm->base.rank;
     out.tracks = 1;
     out.ring = trace ? trace->ring : NULL;
     out.events = trace ? trace->used : 0;
@@ -10252,7 +10601,7 @@ dt_status dt_trace_write(dt_comm *comm, const char *path) {
         out.scratch = out.by_message + out.events;
         dt__trace_all(&out, path);
     }
-    (dt_barrier)(comm); /* after it the file exists; if rank 0 has failed, all ranks fail */
+    (dt_barrier)(out.comm); /* after it the file exists; if rank 0 has failed, all ranks fail */
     dt_free(ctx, DT_MEM_HOST, out.text, bytes);
     world->seconds = seconds;
     world->traffic = traffic;
@@ -10266,7 +10615,10 @@ DT__CPP_WARNINGS_ON
 #endif /* DT_COMM_IMPL */
 
 /* HISTORY
-     0.2.0   DT_MAX_SPLITS -> DT_SHARED_SPLITS: no longer a limit. DT_U8, DT_I64, DT_NO_KERNELS
+     0.2.0   a message over a simulated link arrives when its send ends, and a collective ends with
+             its last rank; a receive takes no time of the link. New: dt_run_desc.present,
+             dt_comm_split_by, dt_link.levels
+             DT_MAX_SPLITS -> DT_SHARED_SPLITS: no longer a limit. DT_U8, DT_I64, DT_NO_KERNELS
              new names (old -> new): dt_run_desc.ask -> status_request, dt_run_desc.faults ->
              read_fault_env, dt_launch.by -> launcher, DT_NCCL_WIDE -> DT_NCCL_F32_WINDOW,
              DT_NCCL_LEAST -> DT_NCCL_MIN_BYTES

@@ -1,16 +1,15 @@
 /* dt_parallel.h - v0.2.0 - parallel layouts: process mesh, placements, layers, pipeline
-   schedules, data order - public domain or MIT, see the end of the file
+   schedules, data order, planner - public domain or MIT, see the end of the file
 
    The third of four single-header libraries; dt_tensor.h lists them all. It arranges ranks along
    the axes of a layout (data, tensor, context, pipeline, expert), converts a tensor from one
    placement over a group to another with the matching backward, provides the layers of tensor,
    sequence, context and expert parallelism, generates, checks, simulates, draws and runs pipeline
-   schedules, and decides which rank reads which sequence.
+   schedules, and decides which rank reads which sequence. A dry run counts what a program would
+   need on any number of ranks, and the planner ranks the layouts of a model on a cluster.
 
-   DOES NOT: reduce gradients of parameters (dt_zero.h does, for all axes at once), or know any
-   model.
-   Not built yet: a parameter server (push and pull of gradients), a planner that chooses a layout
-   (a dry run, section 10, shows what one layout costs).
+   DOES NOT: reduce gradients of parameters (dt_zero.h does, for all axes at once, and has the
+   parameter server), or know any model.
 
    QUICK EXAMPLE (a tensor-parallel MLP over 2 of 4 ranks)
 
@@ -69,17 +68,19 @@
      8. Data order (distributed sampler, batch size ramp-up)
      9. Text datasets (byte files, llm.c token shards)
     10. Dry runs (dry run: memory, traffic and FLOPs without computing)
-    11. Implementation: process mesh
-    12. Placements: code
-    13. Tensor and sequence parallelism: code
-    14. Context parallelism: code (online softmax, log-sum-exp merge)
-    15. Expert parallelism: the router
-    16. Expert parallelism: dispatch, experts, combine
-    17. Pipeline schedules: generators, lowering, checker
-    18. Pipeline schedules: making, simulation, partition, drawings, reading and writing files
-    19. Pipeline parallelism: code
-    20. Data order and text datasets: code
-    21. Dry runs: code
+    11. Planner (predicted step time and memory of a layout, profiles of GPUs and systems)
+    12. Implementation: process mesh
+    13. Placements: code
+    14. Tensor and sequence parallelism: code
+    15. Context parallelism: code (online softmax, log-sum-exp merge)
+    16. Expert parallelism: the router
+    17. Expert parallelism: dispatch, experts, combine
+    18. Pipeline schedules: generators, lowering, checker
+    19. Pipeline schedules: making, simulation, partition, drawings, reading and writing files
+    20. Pipeline parallelism: code
+    21. Data order and text datasets: code
+    22. Dry runs: code
+    23. Planner: code
 
    CONTRACT
      Memory     A dt_mesh is a plain struct that needs no freeing. Tensors live until dt_reset, like
@@ -582,6 +583,9 @@ typedef struct dt_routing {
     /* capacity: the most choices of one sequence that an expert takes from this rank; 0: none */
     int64_t max_choices;
     int copies; /* number of ranks to which each row goes, those that shard its expert: 1 or more */
+    /* expert folding: how the ranks share a sequence of full_tokens tokens; else folds is 0 */
+    int folds, kind, cp_ranks, tp_ranks;
+    int64_t full_tokens;
     struct dt__exchange *exchange; /* set by dt_dispatch */
 } dt_routing;
 
@@ -661,7 +665,7 @@ DT_API dt_status dt_route_update_bias(
                                        min(w, 2 p + 1)      arXiv:2412.19437, halved (DualPipe-V):
                                                             github.com/deepseek-ai/DualPipe
 
-   Section 17 draws the schedules. The row ZB holds if p <= m, the row INTERLEAVED if p divides m,
+   Section 18 draws the schedules. The row ZB holds if p <= m, the row INTERLEAVED if p divides m,
    the row ZBV if 2 p - 1 <= m, and the row DUALPIPE_V if 2 p <= m. The bubble of the last two is
    the offset of rank p - 1, which begins p - 1 forwards after rank 0. Under ZBV no rank idles
    between its first and its last action. In these two rows w = min(m + 1 + r, 2 m). Where the third
@@ -1073,6 +1077,17 @@ DT_API dt_status dt_text_read(dt_text *text, int64_t sequence, int32_t *ids, int
 
 // ==== 10. Dry runs ==============================================================================
 
+/* One kernel call of a dry run. */
+typedef struct dt_dry_kernel {
+    const char *name; /* as in dt_kernels: "matmul", "attention", "norm", "adamw", ... */
+    dt_dtype dtype;
+    /* A product: batch times (m,k) (k,n). Attention: batch times heads products of m queries with n
+       keys of k elements. Else 0 */
+    int64_t m, n, k, batch;
+    double flops; /* as dt_dry.flops */
+    double bytes; /* that the kernel reads and writes, each operand once */
+} dt_dry_kernel;
+
 /* Dry run: a context that computes nothing and has no memory for tensors, but otherwise works as
    usual. The program then reports the memory, traffic and FLOPs that it would need, on any number
    of ranks (as threads), so that no separate formula is needed. dt_memory_used and dt_comm_bytes
@@ -1083,16 +1098,207 @@ typedef struct dt_dry {
     /* Set before the call. 1: also counts the staging windows that forked ranks (DT_BACKEND_PROCS)
        need for memory of class DT_MEM_HOST, which they do not share */
     int forked;
+    /* Set before the call. Virtual clock: NULL, or a function that returns the seconds that a
+       kernel call takes on the imagined device. The context's clock (dt_host.now) then shows
+       predicted time: kernels and the waits for operations over the simulated link (dt_run_desc.
+       link) advance it, and nothing else does. So a step, the spans of dt_pipe_run and the file of
+       dt_trace_write show when each thing would happen. Between two ranks the clocks agree where
+       they exchange data. dt_test does not advance the clock: wait with dt_wait */
+    double (*seconds)(void *user, const dt_dry_kernel *kernel);
+    void *user; /* passed to `seconds` */
+    double now; /* the virtual clock, in seconds */
     /* number of FLOPs: 2 m n k for each matrix product. Attention counts as if it had no mask, but
        pairs of chunks that dt_cp_attention skips count 0 */
     double flops;
-    size_t kernel_calls;
+    size_t kernel_calls;    /* without the sums of collectives */
     uintptr_t next_address; /* internal: offset of the next allocation's imaginary address */
+    dt_host host;           /* internal: the context's own host table */
 } dt_dry;
 /* [local] Makes the context a dry-run context. Must be the first call on the context, before it has
    tensors. The caller owns *dry, zeroes it before the call and may read it at any time; *dry must
    outlive the context. Dry runs do not work in forked ranks or over MPI. */
 DT_API dt_status dt_dry_begin(dt_ctx *ctx, dt_dry *dry);
+
+// ==== 11. Planner ===============================================================================
+
+/* Planner: predicts how long one training step of a transformer takes under a layout, and how much
+   memory each rank needs, from a closed form. A dry run (section 10) counts bytes exactly, but
+   needs the program and the ranks; a closed form takes about a microsecond, so that a search can
+   compare all layouts. It knows no program: a profile says what a training system does.
+
+       step = (pipeline + bubble) (1 + jitter) + exposed gradient sync + optimizer
+
+       rank 0   F F F F . . . B F B F B . B . B . B     m micro-batches of the slowest stage,
+       rank 1   . F F F . . B F B F B F B . B . B .     and the bubble: the other stages' time
+       rank 2   . . F F . B F B F B F B F B . B . .     for one micro-batch, or its 1/v, 1/3 or
+       rank 3   . . . F B F B F B F B F B F B . . .     1/6 under other schedules (section 6)
+
+   One layer takes the time of its GPU (products at a measured efficiency, attention, pointwise ops
+   limited by memory bandwidth, collectives of tp) or the time in which the host launches it,
+   whichever is longer. Gradient traffic of dp hides behind the last backward. Rooflines with
+   measured efficiencies are Calculon's idea (M. Isaev et al., SC 2023). Collectives and activations
+   are counted as in V. Korthikanti et al., arXiv:2205.05198. */
+
+/* Sizes of a transformer. Fields that may be 0 say what 0 means. */
+typedef struct dt_plan_model {
+    int layers, width, heads;
+    int kv_heads; /* 0: as many as heads */
+    int ffn;      /* inner width of the MLP, or of one expert */
+    /* 1: gated MLP of three matrices, RMS norms, rotary positions, no biases (Llama); 0: two
+       matrices, layer norms, learned positions and biases (GPT-2) */
+    int gated;
+    int vocab, seq;
+    int tied;      /* 1: the embedding is also the matrix of the output */
+    int experts;   /* mixture of experts: experts of a layer; 0: dense */
+    int top_k;     /* experts per token; 0: 1 */
+    int moe_every; /* every n-th layer has experts; 0: each */
+} dt_plan_model;
+
+enum { DT_RECOMPUTE_NONE = 0, DT_RECOMPUTE_SELECTIVE, DT_RECOMPUTE_FULL };
+
+/* Everything that decides how one step is distributed. A zeroed field means what it means in
+   dt_mesh_desc and dt_schedule_desc, but mesh.dp 0 means 1: there is no total to divide. */
+typedef struct dt_layout {
+    dt_mesh_desc mesh; /* expert_tp and tp_overlap are not used */
+    int zero;          /* ZeRO stage, 0 to 3 */
+    int shard_group;   /* ranks that share one copy of the sharded state; 0: all replicas */
+    int recompute;     /* DT_RECOMPUTE_*; SELECTIVE computes attention scores again */
+    int schedule;      /* DT_SCHEDULE_* */
+    int chunks;        /* v of INTERLEAVED; 0: 2 */
+    int micro_batch;   /* sequences of one forward of one replica; 0: 1 */
+    int accum;         /* micro-batches of a step; 0: 1 */
+    int sp;            /* 1: sequence parallelism with tp */
+} dt_layout;
+
+/* The numbers of a profile: X(name, unit, meaning). One table makes the struct, its files and its
+   fit. "Share" is a fraction of 1. A number is a data sheet's [d], what a system is known to do
+   [k], or fitted to measured steps [f]; the shipped profiles say to which. */
+#define DT_PLAN_PROFILE(X) \
+    X(peak, "FLOP/s", "[d] peak of a matrix product in the training dtype") \
+    X(hbm, "bytes/s", "[d] bandwidth of the GPU's memory") \
+    X(memory, "bytes", "[f] memory a rank can use: what the driver, collectives and holes leave") \
+    X(node, "GPUs", "[d] GPUs of a node, joined by the near links") \
+    X(product, "share", "[f] of the peak that a large product reaches") \
+    X(product_tokens, "tokens", "[f] n0: a product of n tokens reaches n / (n + n0) of it") \
+    X(product_width, "columns", "[f] w0: and one of w columns w / (w + w0)") \
+    X(attention, "share", "[f] of the peak that causal attention reaches") \
+    X(layer_traffic, "bytes", "[f] moved by a layer's pointwise ops, per token and column") \
+    X(logit_traffic, "bytes", "[f] moved by the loss, per logit") \
+    X(host_layer, "s", "[f] in which the host launches a layer's forward and backward") \
+    X(host_tp, "s", "[f] added with tp") \
+    X(host_head_tp, "s", "[f] of the loss under tp = 4; grows with tp squared") \
+    X(host_pp_tp, "s", "[f] added in a full pipeline over nodes, times tp ^ host_pp_power") \
+    X(host_pp_power, "exponent", "[f]") \
+    X(host_step, "s", "[f] of a step outside its layers") \
+    X(jitter, "share", "[f] by which a step waits for its slowest rank, per doubling of nodes") \
+    X(tp_near, "bytes/s", "[f] of a tp collective within a node") \
+    X(tp_far, "bytes/s", "[f] of one over several nodes") \
+    X(tp_far_latency, "s", "[f] of it, per rank of the ring") \
+    X(dp_near, "bytes/s", "[f] of gradient traffic within a node, each rank") \
+    X(dp_far, "bytes/s", "[f] between nodes, all ranks of a node together") \
+    X(dp_far_decay, "exponent", "[f] it falls with (nodes spanned) ^ -decay") \
+    X(dp_one_way, "share", "[k] of it that reduce-scatter and all-gather reach alone") \
+    X(dp_overlap, "share", "[f] of the last backward that hides gradient traffic") \
+    X(reduce_bytes, "bytes", "[k] sent per gradient element") \
+    X(gather_latency, "s", "[f] of a layer's all-gather under ZeRO, per doubling of dp") \
+    X(pp_link, "bytes/s", "[f] between pipeline stages") \
+    X(pp_latency, "s", "[f] of a message between them") \
+    X(optimizer_layer, "s", "[f] in which the host launches a layer's update") \
+    X(optimizer_traffic, "bytes", "[f] moved by the update, per parameter it holds") \
+    X(param_bytes, "bytes", "[k] of a parameter; shared by ZeRO-3") \
+    X(grad_bytes, "bytes", "[k] of its gradients; shared by ZeRO-2") \
+    X(optim_bytes, "bytes", "[k] of master and moments; shared by ZeRO-1") \
+    X(act_width, "bytes", "[f] kept of a layer, per token and column of the width, divided by tp") \
+    X(act_ffn, "bytes", "[f] ... and column of the MLP, divided by tp") \
+    X(act_shared, "bytes", "[k] ... and column of the width, divided by tp only under sp") \
+    X(act_scores, "bytes", "[k] ... head and key: 0 with flash attention") \
+    X(act_gathered, "bytes", "[f] work space under tp, per token and column, whole") \
+    X(act_ahead, "bytes", "[f] more of it that waits for the GPU where pp is 1; given up if full") \
+    X(logit_bytes, "bytes", "[f] kept per logit") \
+    X(logit_count, "logits", "[k] that exist at once; 0: all of a micro-batch") \
+    X(base_bytes, "bytes", "[f] of an empty program") \
+    X(partition, "rule", "[k] of layers into stages: 0 even, 1 by cost thresholds (nanotron)")
+
+typedef struct dt_plan_profile {
+    const char *name;
+#define DT__PLAN_FIELD(field, unit, meaning) double field;
+    DT_PLAN_PROFILE(DT__PLAN_FIELD)
+#undef DT__PLAN_FIELD
+} dt_plan_profile;
+
+/* What one step costs the busiest rank. The parts of the seconds add up to `seconds`, the classes
+   of the bytes to `bytes`; time that something else hides counts nowhere. */
+typedef struct dt_plan_cost {
+    double seconds;
+    double compute, bubble;
+    double tp, cp, ep, pp, dp; /* exposed traffic along each axis */
+    double optimizer;          /* the update, and what belongs to the step alone */
+    double bytes;              /* of the stage that needs most */
+    double params, grads, optim, acts, logits, base;
+    double parameters; /* of the whole model, each once */
+    double tokens_per_s_gpu;
+    /* model FLOPs / (seconds x peak). Forward and backward count 6 FLOPs for each parameter of a
+       product that a token meets and 12 layers x width x seq for attention, without the causal mask
+       and without recompute (A. Chowdhery et al., arXiv:2204.02311, appendix B) */
+    double mfu;
+    int stages_without_layers; /* most systems cannot run such a layout */
+} dt_plan_cost;
+
+/* [local] Predicts one step. Cheap enough for 10^5 layouts: it allocates nothing. Returns
+   DT_ERR_ARG, and a zeroed cost, if a pointer is NULL, a size is negative or a needed one 0, or
+   there are more than 1,024 pipeline stages. A layout that does not fit the profile's memory is
+   predicted too: compare cost->bytes with profile->memory. */
+DT_API dt_status dt_plan_estimate(const dt_plan_model *model, const dt_layout *layout,
+    const dt_plan_profile *profile, dt_plan_cost *cost);
+/* [local] The shipped profiles and their number. dt_plan_profile_of returns the one with this name,
+   or NULL. */
+DT_API const dt_plan_profile *dt_plan_profiles(int *n);
+DT_API const dt_plan_profile *dt_plan_profile_of(const char *name);
+
+/* One layout of a plan. */
+typedef struct dt_plan_row {
+    dt_layout layout;
+    dt_plan_cost cost;
+    /* bytes of the rank that needs most: dt_plan_desc.bytes if it is given, else cost.bytes */
+    double bytes;
+    /* the largest part of the step beside compute if it takes a fifth of it, else "compute":
+       "bubble", "tp", "cp", "ep", "pp", "dp" or "optimizer" */
+    const char *limited_by;
+} dt_plan_row;
+
+typedef struct dt_plan_desc {
+    const dt_plan_model *model;
+    const dt_plan_profile *profile;
+    int gpus;
+    int batch;     /* sequences of one optimizer step, over all GPUs */
+    double memory; /* bytes that a rank may use; 0: the profile's */
+    /* NULL, or returns 1 if the program cannot run the layout, or the user does not want it */
+    int (*refuses)(const dt_layout *layout, void *user);
+    /* NULL, or returns the bytes of the rank that needs most, for example by a dry run of the
+       program with phantom ranks; below 0: the program refuses the layout. Called for the fastest
+       layouts until enough of them fit */
+    double (*bytes)(const dt_layout *layout, void *user);
+    void *user; /* passed to both */
+} dt_plan_desc;
+
+/* The result of dt_plan_search. */
+typedef struct dt_plan_found {
+    int rows, too_big; /* numbers of elements written */
+    int64_t tried;     /* layouts that were compared */
+} dt_plan_found;
+
+/* [local] Planner search: compares every layout whose sizes divide (dp x tp x cp x pp x ep = gpus;
+   ZeRO stages, recompute, schedules, chunks, micro-batches) by dt_plan_estimate. Writes the fastest
+   `max` that fit into the memory to `rows`, the fastest first, and to `too_big` the fastest
+   `max_too_big` that do not fit although no layout in `rows` is as fast; if nothing fits, first the
+   layout that needs least memory. Either array may be NULL
+   with a maximum of 0. Returns DT_ERR_ARG if a size is impossible. */
+DT_API dt_status dt_plan_search(dt_plan_desc desc, dt_plan_row *rows, int max, dt_plan_row *too_big,
+    int max_too_big, dt_plan_found *found);
+/* [local] Finds the fastest way to make a layout fit without another mesh: a higher ZeRO stage,
+   more recompute, micro-batches of one sequence, or several of them. Returns 1 and sets *fits, or
+   returns 0 if they do not suffice. */
+DT_API int dt_plan_would_fit(dt_plan_desc desc, const dt_layout *layout, dt_plan_row *fits);
 
 /* Call sites, see section 4 of dt_tensor.h. */
 #define dt_mesh_make(ctx, ...) dt_mesh_make(dt_ctx_here(ctx, DT_SITE), __VA_ARGS__)
@@ -1138,7 +1344,7 @@ DT__COLD_BEGIN
 extern "C" {
 #endif
 
-// ==== 11. Implementation: process mesh ==========================================================
+// ==== 12. Implementation: process mesh ==========================================================
 
 __extension__ typedef unsigned __int128 dt__uint128;
 /* Returns x, but at most INT64_MAX. */
@@ -1276,13 +1482,28 @@ dt_status dt_mesh_resolve(dt_mesh_desc *sizes, int ranks, char *text, size_t tex
     return sizes->expert_tp ? dt__mesh_check_folding(sizes, &t) : DT_OK;
 }
 
-/* Returns the group of the ranks whose coordinates differ from this rank's only along one axis (or
-   several axes together), or NULL if it has one rank. `offset` is this rank's coordinate along the
-   axis times the axis's stride, summed over the axes. */
+/* One axis, or neighbouring axes taken together, as digits of a rank's number: the coordinate is
+   rank / stride % size. An axis in between that does not belong to them is skipped: skipped_stride,
+   skipped_size; size 1 means none. */
+typedef struct dt__mesh_digits {
+    int stride, size, skipped_stride, skipped_size;
+} dt__mesh_digits;
+
+/* A dt_color_fn: ranks whose numbers differ only in these digits have the same color. The key is
+   what the digits contribute to the rank's number. */
+static int dt__mesh_color(int rank, int *key, void *user) {
+    const dt__mesh_digits *d = (const dt__mesh_digits *)user;
+    *key = rank / d->stride % d->size * d->stride -
+           rank / d->skipped_stride % d->skipped_size * d->skipped_stride;
+    return rank - *key;
+}
+
+/* Returns the group of the ranks whose numbers differ from this rank's only in these digits, or
+   NULL if it has one rank. */
 static dt_comm *dt__mesh_axis(
-    dt_comm *world, int size, int offset, int key, const char *name, dt_axis axis) {
-    if (size == 1) return NULL;
-    dt_comm *comm = dt_comm_split(world, dt_comm_rank(world) - offset, key, name);
+    dt_comm *world, dt__mesh_digits digits, const char *name, dt_axis axis) {
+    if (digits.size == digits.skipped_size) return NULL;
+    dt_comm *comm = dt_comm_split_by(world, dt__mesh_color, &digits, name);
     dt_comm_set_axis(comm, axis);
     if (comm) ((dt_group *)comm)->pipeline = axis == DT_AXIS_PP;
     return comm;
@@ -1292,18 +1513,16 @@ static dt_comm *dt__mesh_axis(
 static void dt__mesh_fold(dt_mesh *mesh) {
     const dt_mesh_desc *n = &mesh->sizes;
     int stage = n->dp * n->cp * n->tp, copy = n->ep * n->expert_tp; /* numbers of ranks */
-    int at = dt_comm_rank(mesh->world) % stage, in_copy = at % copy;
-    mesh->coord.expert_tp = at % n->expert_tp;
+    int in_copy = dt_comm_rank(mesh->world) % stage % copy;
+    dt__mesh_digits expert_tp = { 1, n->expert_tp, 1, 1 }, ep = { n->expert_tp, n->ep, 1, 1 },
+                    dispatch = { 1, copy, 1, 1 }, data = { copy, stage / copy, 1, 1 };
+    mesh->coord.expert_tp = in_copy % n->expert_tp;
     mesh->coord.ep = in_copy / n->expert_tp;
-    mesh->expert_tp = dt__mesh_axis(mesh->world, n->expert_tp, mesh->coord.expert_tp,
-        mesh->coord.expert_tp, "expert-tp", DT_AXIS_TP);
-    mesh->ep = dt__mesh_axis(
-        mesh->world, n->ep, in_copy - mesh->coord.expert_tp, mesh->coord.ep, "ep", DT_AXIS_EP);
-    mesh->dispatch = n->expert_tp == 1 ? mesh->ep
-                                       : dt__mesh_axis(mesh->world, copy, in_copy, in_copy,
-                                             "dispatch", DT_AXIS_EP);
-    mesh->expert_data =
-        dt__mesh_axis(mesh->world, stage / copy, at - in_copy, at - in_copy, "experts", DT_AXIS_DP);
+    mesh->expert_tp = dt__mesh_axis(mesh->world, expert_tp, "expert-tp", DT_AXIS_TP);
+    mesh->ep = dt__mesh_axis(mesh->world, ep, "ep", DT_AXIS_EP);
+    mesh->dispatch =
+        n->expert_tp == 1 ? mesh->ep : dt__mesh_axis(mesh->world, dispatch, "dispatch", DT_AXIS_EP);
+    mesh->expert_data = dt__mesh_axis(mesh->world, data, "experts", DT_AXIS_DP);
     mesh->replica = mesh->coord.dp;
     mesh->replicas = n->dp;
 }
@@ -1332,34 +1551,32 @@ static dt_mesh dt__mesh_make(dt_ctx *ctx, dt_mesh_desc desc) {
     int *coords[AXES] = { &mesh.coord.tp, &mesh.coord.cp, &mesh.coord.ep, &mesh.coord.dp,
         &mesh.coord.pp };
     dt_comm **groups[AXES] = { &mesh.tp, &mesh.cp, &mesh.ep, &mesh.dp, &mesh.pp };
-    int offsets[AXES]; /* coordinate times stride */
+    int strides[AXES];
     for (int i = 0, stride = 1; i < AXES; stride *= sizes[i++]) {
+        dt__mesh_digits digits = { strides[i] = stride, sizes[i], 1, 1 };
         *coords[i] = rank / stride % sizes[i];
-        offsets[i] = *coords[i] * stride;
-        *groups[i] = dt__mesh_axis(world, sizes[i], offsets[i], *coords[i], names[i], axes[i]);
+        *groups[i] = dt__mesh_axis(world, digits, names[i], axes[i]);
     }
     if (mesh.tp) mesh.tp->tp_overlap = desc.tp_overlap;
-    int replicas = desc.dp * ep * desc.cp, offset = offsets[DP] + offsets[EP] + offsets[CP];
-    mesh.data = replicas == desc.dp
-                    ? mesh.dp
-                    : dt__mesh_axis(world, replicas, offset, offset, "data", DT_AXIS_DP);
+    /* cp, ep and dp are neighbours */
+    dt__mesh_digits data = { strides[CP], desc.dp * ep * desc.cp, 1, 1 }, experts = data;
+    mesh.data = data.size == desc.dp ? mesh.dp : dt__mesh_axis(world, data, "data", DT_AXIS_DP);
     if (desc.expert_tp) {
         dt__mesh_fold(&mesh);
         return dt_error(ctx) == DT_OK ? mesh : none;
     }
-    offset -= offsets[EP];
+    experts.skipped_stride = strides[EP], experts.skipped_size = desc.ep;
     mesh.expert_tp = mesh.tp;
     mesh.dispatch = mesh.ep;
     mesh.expert_data = desc.ep == 1   ? mesh.data
                        : desc.cp == 1 ? mesh.dp
-                                      : dt__mesh_axis(world, desc.dp * desc.cp, offset, offset,
-                                            "experts", DT_AXIS_DP);
+                                      : dt__mesh_axis(world, experts, "experts", DT_AXIS_DP);
     mesh.replica = mesh.coord.dp * desc.ep + mesh.coord.ep;
     mesh.replicas = desc.dp * desc.ep;
     return dt_error(ctx) == DT_OK ? mesh : none;
 }
 
-// ==== 12. Placements: code ======================================================================
+// ==== 13. Placements: code ======================================================================
 
 /* dt_redistribute is a table of nine rows. A row is a function that redistributes one dense array
    over a group, so a new redistribution is a new row. The backward looks up the row of the dual
@@ -1888,12 +2105,11 @@ static dt_tensor *dt__redistribute(
 
 /* ---- all-to-all of rows ---- */
 
-/* Gathers n integers of each rank in host memory, for control flow. Like those of dt_agree, these
-   messages are not counted as traffic. */
-static dt_status dt__gather_ints(dt_comm *comm, const int32_t *mine, int32_t *all, size_t n) {
-    dt__call call = dt__call_make(DT__AGREE, mine, all, n, DT_I32);
-    call.host_memory = 1;
-    return dt__op_run(comm, call);
+/* Gathers n numbers of each rank in host memory, for control flow. Like those of dt_agree,
+   these messages are not counted as traffic. */
+static dt_status dt__gather_numbers(
+    dt_comm *comm, const void *mine, void *all, size_t n, dt_dtype dtype) {
+    return dt__run_on_host(comm, dt__call_make(DT__AGREE, mine, all, n, dtype));
 }
 
 typedef struct dt__rows_saved {
@@ -1923,7 +2139,7 @@ static const int64_t *dt__exchange_counts(dt_ctx *ctx, dt_comm *comm, const int6
     int64_t *counts = (int64_t *)dt__meta(ctx, (size_t)N * sizeof *counts);
     if (!mine || !counts) return NULL;
     for (int r = 0; r < N; r++) mine[r] = (int32_t)send_counts[r];
-    if (dt__gather_ints(comm, mine, mine + N, (size_t)N) != DT_OK) return NULL;
+    if (dt__gather_numbers(comm, mine, mine + N, (size_t)N, DT_I32) != DT_OK) return NULL;
     for (int r = 0; r < N; r++) counts[r] = mine[N + r * N + dt_comm_rank(comm)];
     return counts;
 }
@@ -1974,7 +2190,7 @@ static dt_tensor *dt__all_to_all_rows(dt_tensor *x, dt_comm *comm, const int64_t
     return dt__record_with(y, d, &saved);
 }
 
-// ==== 13. Tensor and sequence parallelism: code =================================================
+// ==== 14. Tensor and sequence parallelism: code =================================================
 
 /* Each layer is an ordinary op with a redistribution before it (f) or after it (g), as drawn in
    section 3. The bias and the residual of a row-parallel layer are added after g, so that they are
@@ -2147,8 +2363,7 @@ static dt_tensor *dt__vocab_linear_cross_entropy(dt_tensor *x, dt_tensor *w, dt_
 }
 
 static dt_kv_groups dt__kv_split(dt_ctx *ctx, dt_comm *tp, int kv_heads) {
-    int ranks = dt_comm_size(tp), me = dt_comm_rank(tp),
-        replicas = kv_heads > 0 ? ranks / kv_heads : 0;
+    int ranks = dt_comm_size(tp), replicas = kv_heads > 0 ? ranks / kv_heads : 0;
     dt_kv_groups g = { tp, NULL, kv_heads };
     if (dt_error(ctx) != DT_OK || ranks == 1) return g;
     if (kv_heads < 1 || (kv_heads % ranks != 0 && ranks % kv_heads != 0)) {
@@ -2159,8 +2374,10 @@ static dt_kv_groups dt__kv_split(dt_ctx *ctx, dt_comm *tp, int kv_heads) {
     }
     g.heads = replicas <= 1 ? kv_heads / ranks : 1;
     if (replicas <= 1) return g;
-    g.shard_group = kv_heads == 1 ? NULL : dt_comm_split(tp, me % replicas, me, "kv heads");
-    g.replica_group = kv_heads == 1 ? tp : dt_comm_split(tp, me / replicas, me, "kv copies");
+    g.shard_group =
+        kv_heads == 1 ? NULL : dt_comm_split_by(tp, dt_color_cyclic, &replicas, "kv heads");
+    g.replica_group =
+        kv_heads == 1 ? tp : dt_comm_split_by(tp, dt_color_block, &replicas, "kv copies");
     dt_comm_set_axis(g.shard_group, DT_AXIS_TP);
     dt_comm_set_axis(g.replica_group, DT_AXIS_TP);
     return g;
@@ -2232,7 +2449,7 @@ static dt_tensor *dt__distribute(dt_ctx *ctx, dt_dtype dtype, dt_shape full, con
     return dt_error(ctx) == DT_OK ? local : NULL;
 }
 
-// ==== 14. Context parallelism: code =============================================================
+// ==== 15. Context parallelism: code =============================================================
 
 /* Ring attention (H. Liu et al., arXiv:2310.01889). The naive algorithm gathers all keys and values
    and then computes the attention, so its memory grows with c. In step s of the ring algorithm rank
@@ -2777,7 +2994,7 @@ static dt_tensor *dt__cp_attention(dt_tensor *q, dt_tensor *keys, dt_tensor *val
     return dt__cp_attention_at(q, keys, values, cp, none);
 }
 
-// ==== 15. Expert parallelism: the router ========================================================
+// ==== 16. Expert parallelism: the router ========================================================
 
 /* A mixture-of-experts layer routes tokens, dispatches them to experts, multiplies and combines.
    From the router's choices every rank makes a plan (dt__exchange): which rows the rank sends to
@@ -2822,7 +3039,8 @@ static int32_t *dt__gather_tokens(
     int64_t N = dt_comm_size(comm), slice = t * width, count = r->B * slice;
     if (N == 1) return mine;
     int32_t *all = dt__host_ints(r->ctx, N * count), *out = dt__host_ints(r->ctx, N * count);
-    if (!all || !out || dt__gather_ints(comm, mine, all, (size_t)count) != DT_OK) return NULL;
+    if (!all || !out || dt__gather_numbers(comm, mine, all, (size_t)count, DT_I32) != DT_OK)
+        return NULL;
     for (int64_t i = 0; i < N * r->B; i++) { /* rank i / B, sequence i % B */
         int64_t to = (i % r->B * N + i / r->B) * slice;
         if (slice > 0) memcpy(out + to, all + i * slice, (size_t)slice * sizeof *out);
@@ -2830,11 +3048,16 @@ static int32_t *dt__gather_tokens(
     return out;
 }
 
-/* Returns the position that token i of x has in its sequence, for tokens in the order of
-   dt_cp_token. */
-static int64_t dt__local_position(const dt__router *r, int64_t i) {
-    int64_t at = (r->sp ? dt_comm_rank(r->sp) : 0) * r->local_tokens + i;
-    return dt_cp_token(r->d.kind, r->full_tokens, dt_comm_size(r->d.cp), dt_comm_rank(r->d.cp), at);
+/* Dry run: the even choices of `tokens` tokens of each sequence, from token `first` of the whole
+   sequence in rank order of cp: choice j of the token at position t is expert (k t + j) mod E. */
+static void dt__dry_choices(const dt__router *r, int32_t *choices, int64_t first, int64_t tokens) {
+    for (int64_t i = 0; i < r->B * tokens; i++) {
+        int64_t at = first + i % tokens, T = r->region_tokens;
+        int64_t position =
+            dt_cp_token(r->d.kind, r->full_tokens, dt_comm_size(r->d.cp), (int)(at / T), at % T);
+        for (int64_t j = 0; j < r->k; j++)
+            choices[i * r->k + j] = (int32_t)((position * r->k + j) % r->E);
+    }
 }
 
 /* Fills token_at (B,full_tokens), the inverse of the positions: entry p of a sequence is the index
@@ -2842,7 +3065,7 @@ static int64_t dt__local_position(const dt__router *r, int64_t i) {
 static dt_status dt__route_positions(const dt__router *r, int32_t *token_at) {
     int32_t *positions = NULL;
     int64_t T = r->full_tokens;
-    if (r->d.positions) {
+    if (r->d.positions && !dt_comm_has_phantoms(r->sp) && !dt_comm_has_phantoms(r->d.cp)) {
         int32_t *mine = dt__host_ints(r->ctx, r->B * r->local_tokens);
         if (mine) memcpy(mine, r->d.positions, (size_t)(r->B * r->local_tokens) * sizeof *mine);
         if (mine) mine = dt__gather_tokens(r, r->sp, mine, r->local_tokens, 1);
@@ -2902,8 +3125,19 @@ static dt_status dt__route_sequences(dt__router *r) {
     int32_t *region_choices = dt__gather_tokens(r, r->sp, r->topk, r->local_tokens, r->k),
             *all_choices = region_choices, *token_at;
     r->kept_choices = region_choices;
+    int64_t region = dt_comm_rank(r->d.cp) * r->region_tokens; /* its first token */
+    if (folded && r->d.capacity > 0 && r->d.capacity < 1 &&
+        (dt_comm_has_phantoms(r->sp) || dt_comm_has_phantoms(r->d.cp)))
+        return dt_fail(ctx, DT_ERR_UNSUPPORTED,
+            "dt_route: capacity %g with expert folding and phantom ranks, whose dropped choices "
+            "this rank does not know; run all ranks, or use a capacity of 1 or more",
+            r->d.capacity);
+    if (region_choices && dt_comm_has_phantoms(r->sp))
+        dt__dry_choices(r, region_choices, region, r->region_tokens);
     if (!region_choices || !need_sequences) return dt_error(ctx);
     all_choices = dt__gather_tokens(r, r->d.cp, region_choices, r->region_tokens, r->k);
+    if (all_choices && dt_comm_has_phantoms(r->d.cp))
+        dt__dry_choices(r, all_choices, 0, r->full_tokens);
     size_t count = (size_t)(r->B * r->full_tokens * r->k);
     r->load = (int64_t *)dt__meta(ctx, (size_t)(r->B * r->E) * sizeof *r->load);
     r->kept_choices = dt__host_ints(ctx, r->B * r->full_tokens * r->k);
@@ -2920,9 +3154,7 @@ static dt_status dt__route_sequences(dt__router *r) {
             token_at + b * r->full_tokens, free_slots);
     /* Keep only the tokens of each sequence that this rank sends. */
     int64_t slice = r->sent_tokens * r->k,
-            first = (dt_comm_rank(r->d.cp) * r->region_tokens +
-                        (folded ? dt_comm_rank(r->sp) * r->local_tokens : 0)) *
-                    r->k;
+            first = (region + (folded ? dt_comm_rank(r->sp) * r->local_tokens : 0)) * r->k;
     for (int64_t b = 0; b < r->B && slice > 0; b++)
         memmove(r->kept_choices + b * slice, r->kept_choices + b * r->full_tokens * r->k + first,
             (size_t)slice * sizeof *r->kept_choices);
@@ -2970,12 +3202,10 @@ static dt_status dt__route_topk(dt__router *r, dt_tensor *probability) {
     if (probability) dt_topk(probability, (int)r->k, &index);
     ctx->no_grad = no_grad;
     if (dt_error(ctx) != DT_OK || (dt_read)(index, r->topk) != DT_OK) return dt_error(ctx);
-    for (int64_t i = 0; i < n * r->k && dt__is_dry(index->data); i++) {
-        int64_t t = i / r->k, position = r->d.positions
-                                             ? r->d.positions[t]
-                                             : dt__local_position(r, t % r->local_tokens);
-        r->topk[i] = (int32_t)((position * r->k + i % r->k) % r->E);
-    }
+    if (dt__is_dry(index->data))
+        dt__dry_choices(r, r->topk,
+            dt_comm_rank(r->d.cp) * r->region_tokens + dt_comm_rank(r->sp) * r->local_tokens,
+            r->local_tokens);
     for (int64_t i = 0; i < n * r->k; i++)
         if (r->topk[i] < 0 || r->topk[i] >= r->E)
             return dt_fail(ctx, DT_ERR_NUMERIC,
@@ -3157,6 +3387,11 @@ static dt_routing *dt__route_enter(const dt__router *r, dt_tensor *gates) {
     out->k = r->k;
     out->gates = gates;
     out->choices = r->kept_choices;
+    out->folds = r->d.expert_tp > 0;
+    out->kind = r->d.kind;
+    out->cp_ranks = dt_comm_size(r->d.cp);
+    out->tp_ranks = dt_comm_size(r->d.tp);
+    out->full_tokens = r->full_tokens;
     if (r->d.capacity > 0) {
         int64_t capacity = dt__expert_capacity(r);
         out->max_choices = capacity < r->sent_tokens ? capacity : r->sent_tokens;
@@ -3215,7 +3450,7 @@ static dt_status dt__route_update_bias(
     return dt_error(ctx);
 }
 
-// ==== 16. Expert parallelism: dispatch, experts, combine ========================================
+// ==== 17. Expert parallelism: dispatch, experts, combine ========================================
 
 /* Token dispatch and token combine are compositions of differentiable ops, so no backward is
    written here:
@@ -3336,6 +3571,20 @@ static dt_status dt__exchange_receive(
     return dt_error(ctx);
 }
 
+/* Dry run with expert folding and phantom ranks: counts the even choices of every rank of comm as
+   dt__exchange_send does for this rank's. The ranks have different tokens of the sequences. */
+static void dt__dry_counts(const dt_routing *r, const dt_comm *comm, int32_t *all) {
+    memset(all, 0, (size_t)(dt_comm_size(comm) * r->experts) * sizeof *all);
+    for (int rank = 0; rank < dt_comm_size(comm); rank++, all += r->experts)
+        for (int64_t i = 0; i < r->tokens * r->k; i++) {
+            int of_world = dt_comm_world_rank(comm, rank);
+            int64_t at = of_world % r->tp_ranks * r->tokens + i / r->k;
+            int64_t position = dt_cp_token(
+                r->kind, r->full_tokens, r->cp_ranks, of_world / r->tp_ranks % r->cp_ranks, at);
+            all[(position * r->k + i % r->k) % r->experts] += (int32_t)r->batch;
+        }
+}
+
 /* [collective: comm] Makes the plan r->exchange. */
 static dt_status dt__exchange_make(dt_ctx *ctx, dt_routing *r, dt_comm *comm) {
     int64_t N = dt_comm_size(comm), E = r->experts, local = E / (N / r->copies);
@@ -3352,7 +3601,8 @@ static dt_status dt__exchange_make(dt_ctx *ctx, dt_routing *r, dt_comm *comm) {
     e->rows_from = rows + N;
     r->exchange = e;
     if (dt__exchange_send(e, r, count, ctx) != DT_OK) return dt_error(ctx);
-    dt_status status = dt__gather_ints(comm, count, count + E, (size_t)E);
+    dt_status status = dt__gather_numbers(comm, count, count + E, (size_t)E, DT_I32);
+    if (r->folds && dt_comm_has_phantoms(comm)) dt__dry_counts(r, comm, count + E);
     return status == DT_OK ? dt__exchange_receive(e, r, count + E, ctx) : dt_error(ctx);
 }
 
@@ -3529,7 +3779,7 @@ DT__DEFINE_AT_SITE(dt_status, route_update_bias, bias ? bias->ctx : NULL,
     (dt_tensor * bias, double *counts, double rate, dt_comm *const *groups, int n), bias, counts,
     rate, groups, n)
 
-// ==== 17. Pipeline schedules: generators, lowering, checker =====================================
+// ==== 18. Pipeline schedules: generators, lowering, checker =====================================
 
 /* Schedules of p = 4 ranks with their bubble fractions, drawn by dt_schedule_text from their
    generators. The naive schedule has m = 2 micro-batches, the last two m = 8, all others m = 4. F
@@ -4150,7 +4400,7 @@ dt_status dt_schedule_check(
     return status;
 }
 
-// ==== 18. Pipeline schedules: making, simulation, partition, drawings ===========================
+// ==== 19. Pipeline schedules: making, simulation, partition, drawings ===========================
 
 void dt_schedule_free(dt_schedule *s) { dt__object_free(s ? &s->object : NULL); }
 
@@ -4820,7 +5070,7 @@ dt_schedule *dt_schedule_read(dt_ctx *ctx, const char *path, dt_schedule_desc de
     return s;
 }
 
-// ==== 19. Pipeline parallelism: code ============================================================
+// ==== 20. Pipeline parallelism: code ============================================================
 
 /* The executor. Each slot has its own tape and holds one micro-batch of a stage. An action runs in
    these steps:
@@ -5201,7 +5451,7 @@ DT__DEFINE_AT_SITE(dt_status, pipe_gather_spans, comm ? comm->world->ctx : NULL,
     (dt_comm * comm, const dt_schedule *schedule, const dt_span *mine, dt_span *all), comm,
     schedule, mine, all)
 
-// ==== 20. Data order and text datasets: code ====================================================
+// ==== 21. Data order and text datasets: code ====================================================
 
 /* A training run reads the data again and again: its k-th sequence is sequence k mod S of the data.
    Sequence i of replica r in micro-step j of step n is the run's sequence k = consumed + (n-1) B +
@@ -5608,7 +5858,7 @@ dt_status dt_text_read(dt_text *t, int64_t sequence, int32_t *ids, int32_t *labe
     return DT_OK;
 }
 
-// ==== 21. Dry runs: code ========================================================================
+// ==== 22. Dry runs: code ========================================================================
 
 /* A dry-run context has a kernel table whose alloc returns addresses without memory, and whose
    kernels only count. Code that moves data checks dt__is_dry, so that host arrays are still copied.
@@ -5658,31 +5908,154 @@ enum {
         DT__DRY_KERNELS
 };
 
-/* Counts a kernel call and its FLOPs. Attention counts as two matrix products in the forward and
-   five in the backward. */
-static dt_status dt__dry_call(dt_dry *dry, int kernel, const void *args) {
+/* The bytes that a kernel reads and writes: elements times arrays. Arrays that are small beside the
+   others (gains, row sums, indices) are left out, and so are kernels that no step of a large model
+   calls often (patches, digests, signs, quantization): they count 0. */
+static double dt__dry_bytes(int kernel, const void *args, dt_dtype *type) {
+    double elements = 0, arrays = 0;
+    dt_dtype dtype = DT_U8;
+#define DT__MOVES(k, elements_, arrays_) \
+    case DT__DRY_##k: { \
+        const dt_##k##_args *a = (const dt_##k##_args *)args; \
+        elements = (double)(elements_), arrays = (double)(arrays_), dtype = a->dtype; \
+        break; \
+    }
+    switch (kernel) {
+        DT__MOVES(cast, a->count, 2 + a->accumulate)
+        DT__MOVES(fill, a->count, 1)
+        DT__MOVES(permute, dt_count(a->shape), 2 + a->accumulate)
+        DT__MOVES(sum, a->outer * (a->n + 1) * a->inner, 1)
+        DT__MOVES(cumsum, a->outer * a->n * a->inner, 2 + a->accumulate)
+        DT__MOVES(max, a->outer * (a->n + 1) * a->inner, 1)
+        DT__MOVES(binary, dt_count(a->shape), 3 + a->accumulate + (a->factor != NULL))
+        DT__MOVES(where, dt_count(a->shape), 4 + a->accumulate)
+        DT__MOVES(unary, a->count, 2)
+        DT__MOVES(unary_back, a->count, 3 + a->accumulate)
+        DT__MOVES(glu, a->rows * a->cols, 3)
+        DT__MOVES(glu_back, a->rows * a->cols, 5 + 2 * a->accumulate)
+        DT__MOVES(softmax, a->rows * a->cols, 2)
+        DT__MOVES(softmax_back, a->rows * a->cols, 3 + a->accumulate)
+        DT__MOVES(norm, a->rows * a->cols, 2)
+        DT__MOVES(norm_back, a->rows * a->cols, 3 + a->accumulate_x)
+        DT__MOVES(rope, a->tokens * a->heads * a->dim, 2 + a->accumulate)
+        DT__MOVES(dropout, a->rows * a->cols, 2 + a->accumulate)
+        DT__MOVES(embedding, a->rows * a->cols, 2)
+        DT__MOVES(embedding_back, a->rows * a->cols, 3)
+        DT__MOVES(topk, a->rows * a->cols, 1)
+        DT__MOVES(scatter, a->outer * (a->n + a->k) * a->inner, 1)
+        DT__MOVES(square_sums, a->count, 1)
+        DT__MOVES(cross_entropy, a->rows * a->cols, 1)
+        DT__MOVES(cross_entropy_back, a->rows * a->cols, 2)
+        DT__MOVES(adamw, a->count, 7)
+        DT__MOVES(sgd, a->count, 3)
+        DT__MOVES(momentum, a->count, 5)
+        DT__MOVES(frozen_adam, a->count, 5)
+        DT__MOVES(init, a->count, 1)
+        DT__MOVES(pair_loss, a->count, 2)
+        DT__MOVES(pair_loss_back, a->count, 3)
+    default: break;
+    case DT__DRY_copy: {
+        const dt_copy_args *a = (const dt_copy_args *)args;
+        elements = (double)(a->rows * a->row_bytes), arrays = 2;
+    }
+    }
+#undef DT__MOVES
+    *type = dtype;
+    return elements * arrays * (double)dt_dtype_size(dtype);
+}
+
+/* Describes a kernel call. Attention counts as two matrix products in the forward and five in the
+   backward. */
+static dt_dry_kernel dt__dry_describe(int kernel, const char *name, const void *args) {
     const dt_matmul_args *m = (const dt_matmul_args *)args;
     const dt_attention_args *a = (const dt_attention_args *)args;
     const dt_attention_back_args *b = (const dt_attention_back_args *)args;
+    dt_dry_kernel call = { name, DT_F32, 0, 0, 0, 0, 0, 0 };
+    double products = 1, size;
+    if (kernel == DT__DRY_matmul) {
+        dt_dry_kernel product = { name, m->dtype, m->m, m->n, m->k, m->batch ? m->batch : 1, 0, 0 };
+        call = product;
+    } else if (kernel == DT__DRY_attention) {
+        dt_dry_kernel forward = { name, a->dtype, a->tq, a->tk, a->dim, a->batch * a->heads, 0, 0 };
+        call = forward;
+        products = 2;
+    } else if (kernel == DT__DRY_attention_back) {
+        dt_dry_kernel back = { name, b->dtype, b->tq, b->tk, b->dim, b->batch * b->heads, 0, 0 };
+        call = back;
+        products = 5;
+    } else {
+        call.bytes = dt__dry_bytes(kernel, args, &call.dtype);
+        return call;
+    }
+    size = (double)dt_dtype_size(call.dtype) * (double)call.batch;
+    call.flops =
+        2 * products * (double)call.batch * (double)call.m * (double)call.n * (double)call.k;
+    call.bytes =
+        size * (products == 1 ? (double)(call.m * call.n + call.m * call.k + call.n * call.k)
+                              : (products == 2 ? 2 : 4) * (double)((call.m + call.n) * call.k));
+    return call;
+}
+
+/* Counts a kernel call and advances the virtual clock. The sums of collectives (reduce) are
+   communication, and count as bytes. */
+static dt_status dt__dry_call(dt_dry *dry, int kernel, const char *name, const void *args) {
+    if (kernel == DT__DRY_reduce) return dt__dry_reduce_real((const dt_reduce_args *)args);
+    dt_dry_kernel call = dt__dry_describe(kernel, name, args);
     dry->kernel_calls++;
-    if (kernel == DT__DRY_matmul)
-        dry->flops +=
-            2.0 * (double)m->m * (double)m->n * (double)m->k * (double)(m->batch ? m->batch : 1);
-    if (kernel == DT__DRY_attention)
-        dry->flops +=
-            4.0 * (double)(a->batch * a->heads) * (double)(a->tq * a->tk) * (double)a->dim;
-    if (kernel == DT__DRY_attention_back)
-        dry->flops +=
-            10.0 * (double)(b->batch * b->heads) * (double)(b->tq * b->tk) * (double)b->dim;
-    return kernel == DT__DRY_reduce ? dt__dry_reduce_real((const dt_reduce_args *)args) : DT_OK;
+    dry->flops += call.flops;
+    if (dry->seconds) dry->now += dry->seconds(dry->user, &call);
+    return DT_OK;
 }
 
 #define DT__DRY_FN(k) \
     static dt_status dt__dry_##k(const dt_##k##_args *a, void *stream) { \
-        return dt__dry_call((dt_dry *)stream, DT__DRY_##k, a); \
+        return dt__dry_call((dt_dry *)stream, DT__DRY_##k, #k, a); \
     }
 DT_KERNELS(DT__DRY_FN)
 #undef DT__DRY_FN
+
+/* ---- the virtual clock ---- */
+
+/* The host table of a context with a virtual clock: the context's own, but for the clock. */
+static void *dt__virtual_alloc(void *dry, size_t bytes, dt_mem mem) {
+    const dt_host *host = &((dt_dry *)dry)->host;
+    return host->alloc(host->user, bytes, mem);
+}
+static void dt__virtual_free(void *dry, void *p, size_t bytes, dt_mem mem) {
+    const dt_host *host = &((dt_dry *)dry)->host;
+    host->free(host->user, p, bytes, mem);
+}
+static void dt__virtual_log(void *dry, int level, int rank, const char *text) {
+    const dt_host *host = &((dt_dry *)dry)->host;
+    host->log(host->user, level, rank, text);
+}
+static double dt__virtual_now(void *dry) { return ((dt_dry *)dry)->now; }
+static void dt__virtual_sleep(void *dry, double seconds) { ((dt_dry *)dry)->now += seconds; }
+
+/* Gives the context a virtual clock. Its waits for other ranks (dt_comm.h) keep the real one. */
+static void dt__virtual_clock_make(dt_ctx *ctx, dt_dry *dry) {
+    dt__world *world = (dt__world *)dt_ctx_attached(ctx);
+    dt_host host;
+    if (world && world->transport.send) {
+        dt_fail(
+            ctx, DT_ERR_UNSUPPORTED, "dt_dry_begin: a virtual clock needs ranks that are threads");
+        return;
+    }
+    memset(&host, 0, sizeof host);
+    dry->host = ctx->host;
+    host.user = dry;
+    host.alloc = dt__virtual_alloc;
+    host.free = dt__virtual_free;
+    host.now = dt__virtual_now;
+    host.sleep = dt__virtual_sleep;
+    host.log = dt__virtual_log;
+    ctx->host = host;
+    if (!world) return;
+    dt_link none = { 0, 0, NULL, 0 };
+    world->host = &dry->host;
+    world->clock = &dry->now;
+    if (!world->link) dt__link_make(world, none); /* it carries the ranks' times */
+}
 
 dt_status dt_dry_begin(dt_ctx *ctx, dt_dry *dry) {
 #define DT__DRY_ENTRY(k) .k = dt__dry_##k,
@@ -5706,7 +6079,615 @@ dt_status dt_dry_begin(dt_ctx *ctx, dt_dry *dry) {
     ctx->stream = dry;
     dt__world *world = (dt__world *)dt_ctx_attached(ctx);
     if (world && dry->forked) world->would_share = dt__is_dry;
+    if (dry->seconds) dt__virtual_clock_make(ctx, dry);
+    return dt_error(ctx);
+}
+
+// ==== 23. Planner: code =========================================================================
+
+#define DT__PLAN_STAGES 1024
+
+/* A layout with its defaults filled in, and what the parts of the closed form tell each other. */
+typedef struct dt__plan {
+    dt_plan_model m;
+    dt_layout l;
+    const dt_plan_profile *q;
+    double tp, cp, pp, ep, dp; /* sizes; dp counts replicas of the experts */
+    double nodes, micros;
+    double tokens;                      /* of a micro-batch on one rank */
+    double kv;                          /* columns of the keys */
+    double moe;                         /* share of the layers that have experts */
+    double dense_params, expert_params; /* of one layer on one rank; experts: mean of all layers */
+    double embedding;                   /* parameters of the embedding on one rank */
+    /* seconds of one layer and micro-batch, and what shares of them are traffic */
+    double forward, backward, tp_share, cp_share, ep_share;
+    double steady; /* factor of both while the pipeline is full */
+    double head_forward, head_backward, head_tp;
+    int layers[DT__PLAN_STAGES], stages, head; /* of each stage; their number; the loss's stage */
+} dt__plan;
+
+static int dt__plan_or(int value, int otherwise) { return value ? value : otherwise; }
+
+/* Fills in defaults. Returns 0 if a size is impossible. */
+static int dt__plan_begin(dt__plan *p) {
+    dt_plan_model *m = &p->m;
+    dt_layout *l = &p->l;
+    m->kv_heads = dt__plan_or(m->kv_heads, m->heads);
+    m->top_k = dt__plan_or(m->top_k, 1);
+    m->moe_every = dt__plan_or(m->moe_every, 1);
+    l->mesh.dp = dt__plan_or(l->mesh.dp, 1), l->mesh.tp = dt__plan_or(l->mesh.tp, 1);
+    l->mesh.cp = dt__plan_or(l->mesh.cp, 1), l->mesh.pp = dt__plan_or(l->mesh.pp, 1);
+    l->mesh.ep = dt__plan_or(l->mesh.ep, 1);
+    l->micro_batch = dt__plan_or(l->micro_batch, 1), l->accum = dt__plan_or(l->accum, 1);
+    if (l->schedule < DT_SCHEDULE_INTERLEAVED || l->schedule == DT_SCHEDULE_ZB) l->chunks = 1;
+    if (l->schedule >= DT_SCHEDULE_ZBV) l->chunks = 2;
+    l->chunks = dt__plan_or(l->chunks, 2);
+    const int sizes[] = { m->layers, m->width, m->heads, m->kv_heads, m->ffn, m->vocab, m->seq,
+        m->top_k, m->moe_every, l->mesh.dp, l->mesh.tp, l->mesh.cp, l->mesh.pp, l->mesh.ep,
+        l->micro_batch, l->accum, l->chunks };
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        if (sizes[i] < 1) return 0;
+    if (m->experts < 0 || l->zero < 0 || l->zero > 3 || l->shard_group < 0) return 0;
+    if (l->schedule < 0 || l->schedule >= DT_SCHEDULES || l->mesh.pp > DT__PLAN_STAGES) return 0;
+    if (l->recompute < 0 || l->recompute > DT_RECOMPUTE_FULL) return 0;
+    p->dp = l->mesh.dp, p->tp = l->mesh.tp, p->cp = l->mesh.cp;
+    p->pp = l->mesh.pp, p->ep = l->mesh.ep;
+    p->micros = l->accum;
+    p->nodes = fmax(1, p->dp * p->tp * p->cp * p->pp * p->ep / p->q->node);
+    p->tokens = (double)l->micro_batch * m->seq / p->cp;
+    p->kv = (double)m->width * m->kv_heads / m->heads;
+    p->moe = m->experts ? floor((double)m->layers / m->moe_every) / m->layers : 0;
+    return 1;
+}
+
+/* Parameters: of a layer's attention and norms, and of one MLP or expert. GPT-2's have biases. */
+static double dt__plan_attention_params(const dt__plan *p) {
+    double h = p->m.width, bias = p->m.gated ? 0 : 2 * h + 2 * p->kv;
+    return h * (2 * h + 2 * p->kv) + bias + (p->m.gated ? 2 : 4) * h;
+}
+static double dt__plan_mlp_params(const dt__plan *p) {
+    double h = p->m.width, f = p->m.ffn;
+    return p->m.gated ? 3 * h * f : 2 * h * f + f + h;
+}
+
+static void dt__plan_params(dt__plan *p, dt_plan_cost *c) {
+    const dt_plan_model *m = &p->m;
+    double h = m->width, vh = m->vocab * h, mlp = dt__plan_mlp_params(p);
+    double dense = dt__plan_attention_params(p) + (1 - p->moe) * mlp + p->moe * m->experts * h;
+    double experts = p->moe * m->experts * mlp;
+    double ends = (m->gated ? h : 2 * h + m->seq * h) + (m->tied ? 1 : 2) * vh;
+    c->parameters = m->layers * (dense + experts) + ends;
+    p->dense_params = dense / p->tp;
+    p->expert_params = experts / p->tp / p->ep;
+    p->embedding = vh / p->tp;
+    double active = 2 * h * h + 2 * h * p->kv;
+    active += (m->gated ? 3 : 2) * h * m->ffn * (1 - p->moe + p->moe * m->top_k);
+    /* the model's FLOPs per token, until dt_plan_estimate knows the seconds */
+    c->mfu = 6 * (m->layers * active + vh) + 12.0 * m->layers * h * m->seq;
+}
+
+/* Layers of each stage. nanotron gives a block to a stage while the cost up to the block before is
+   at most the stage's share of the whole, so early stages get more and the last may stay empty. */
+static void dt__plan_partition(dt__plan *p) {
+    const dt_plan_model *m = &p->m;
+    int stages = p->l.mesh.pp, s = 0;
+    for (int i = 0; i < stages; i++)
+        p->layers[i] = m->layers / stages + (i < m->layers % stages ? 1 : 0);
+    p->stages = stages;
+    /* rank 0 of a V has the first stage and the last */
+    p->head = p->l.schedule >= DT_SCHEDULE_ZBV ? 0 : stages - 1;
+    if (p->q->partition == 0 || p->head == 0) return;
+    double h = m->width, layer = 4 * h * h + 3 * h * m->ffn;
+    double whole = m->layers * layer + m->vocab * h, sum = 0;
+    memset(p->layers, 0, (size_t)stages * sizeof(int));
+    for (int i = 0; i < m->layers; i++) {
+        p->layers[s]++;
+        sum += layer;
+        if (sum > whole * (s + 1) / stages && s < stages - 1) s++;
+    }
+    /* the last norm costs nothing, so it may end a stage too */
+    if (sum > whole * (s + 1) / stages && s < stages - 1) s++;
+    p->head = s;
+    p->stages = s + 1;
+}
+
+/* max(a, b), rounded where they are close: the host and the GPU hinder each other in turn. */
+static double dt__plan_longer(double a, double b) {
+    a *= a, b *= b;
+    return sqrt(sqrt(a * a + b * b));
+}
+
+/* Seconds of a product of this rank's tokens whose share of the columns is `width`. */
+static double dt__plan_product(const dt__plan *p, double flops, double width) {
+    const dt_plan_profile *q = p->q;
+    double n = p->tokens;
+    return flops * (1 + q->product_tokens / n) * (1 + q->product_width / width) /
+           (q->peak * q->product);
+}
+
+/* Seconds of one all-gather or reduce-scatter over tp; an all-reduce is both. */
+static double dt__plan_tp(const dt__plan *p, double bytes) {
+    const dt_plan_profile *q = p->q;
+    if (p->tp == 1) return 0;
+    bytes *= (p->tp - 1) / p->tp;
+    if (p->tp <= q->node) return bytes / q->tp_near;
+    return bytes / q->tp_far + q->tp_far_latency * (p->tp - 1);
+}
+
+/* Bytes per second of each rank in a group of `ranks` ranks that lie `stride` ranks apart: so many
+   groups share the links of a node. */
+static double dt__plan_bandwidth(const dt__plan *p, double ranks, double stride) {
+    const dt_plan_profile *q = p->q;
+    double span = ranks * stride / q->node;
+    if (span <= 1) return q->dp_near;
+    return q->dp_far * pow(span, -q->dp_far_decay) / fmin(stride, q->node);
+}
+
+/* Traffic of a layer along cp and ep: what ring attention cannot hide behind attention, and the
+   all-to-alls of dispatch and combine, in forward and backward. */
+static void dt__plan_cp_ep(const dt__plan *p, double attention, double *cp, double *ep) {
+    double n = p->tokens, keys = 4 * n * p->kv / p->tp * (p->cp - 1);
+    double routed = 2 * n * p->m.width * p->m.top_k * (p->ep - 1) / p->ep / p->tp;
+    *cp = *ep = 0;
+    if (p->cp > 1) {
+        double one = keys / dt__plan_bandwidth(p, p->cp, p->tp);
+        *cp = fmax(0, one - attention) + fmax(0, 2 * one - 2.5 * attention);
+    }
+    if (p->ep > 1) *ep = 4 * p->moe * routed / dt__plan_bandwidth(p, p->ep, p->tp * p->cp);
+}
+
+/* Seconds of one layer and of the loss. A backward has two products for each of the forward. */
+static void dt__plan_layer(dt__plan *p) {
+    const dt_plan_model *m = &p->m;
+    const dt_plan_profile *q = p->q;
+    double n = p->tokens, h = m->width, tp = p->tp, cp, ep;
+    double mlp = (m->gated ? 3 : 2) * h * m->ffn * (1 - p->moe + p->moe * m->top_k);
+    double product = dt__plan_product(p, 2 * n * h * (2 * h + 2 * p->kv) / tp, h / tp) +
+                     dt__plan_product(p, 2 * n * mlp / tp, m->ffn / tp);
+    double attention = 2 * n * m->seq * h / tp / (q->peak * q->attention);
+    double scores = p->q->act_scores > 0 ? 3 * q->act_scores * n * m->heads * m->seq / tp : 0;
+    double pointwise = (q->layer_traffic * n * h / (p->l.sp ? tp : 1) + scores) / q->hbm;
+    double collective = dt__plan_tp(p, 2 * n * h); /* of activations in 2 bytes */
+    dt__plan_cp_ep(p, attention, &cp, &ep);
+    double forward = product + attention + pointwise, backward = 2 * forward + attention / 2;
+    /* forward: two reduce-scatters and two all-gathers; backward: the same, and under sp the inputs
+       of the two column-parallel products are gathered again for their weights' gradients */
+    double traffic = 4 * collective, back_traffic = (p->l.sp ? 6 : 4) * collective;
+    if (p->l.recompute == DT_RECOMPUTE_FULL) backward += forward, back_traffic += traffic;
+    if (p->l.recompute == DT_RECOMPUTE_SELECTIVE) backward += attention + scores / q->hbm;
+    double gpu = forward + backward + traffic + back_traffic + cp + ep;
+    double host = q->host_layer + (tp > 1 ? q->host_tp : 0);
+    double both = dt__plan_longer(gpu, host);
+    p->steady = 1;
+    if (tp > 1 && p->pp > 1 && p->nodes > 1) {
+        host += q->host_pp_tp * pow(tp, q->host_pp_power);
+        p->steady = dt__plan_longer(gpu, host) / both;
+    }
+    p->forward = (forward + traffic + (cp + ep) / 2) * both / gpu;
+    p->backward = both - p->forward;
+    p->tp_share = (traffic + back_traffic) / gpu;
+    p->cp_share = cp / gpu, p->ep_share = ep / gpu;
+    double logits = n * m->vocab / tp;
+    double loss =
+        q->logit_traffic * logits / q->hbm + q->host_head_tp * (tp > 1 ? tp * tp / 16 : 0);
+    double head = 2 * logits * h * (1 + q->product_tokens / n) / (q->peak * q->product);
+    p->head_forward = head + loss / 2 + collective;
+    p->head_backward = 2 * head + loss / 2 + 2 * collective;
+    p->head_tp = 3 * collective;
+}
+
+/* Micro-batches' worth of activations that a stage keeps; the table of section 6. */
+static double dt__plan_in_flight(const dt__plan *p, int stage, int stages) {
+    double m = p->micros, v = p->l.chunks, w = 2 * (stages - stage - 1) + (v - 1) * stages + 1;
+    switch (p->l.schedule) {
+    case DT_SCHEDULE_NAIVE: return 1;
+    case DT_SCHEDULE_AFAB: return m;
+    case DT_SCHEDULE_INTERLEAVED: return fmin(w, v * m) / v;
+    case DT_SCHEDULE_ZB: return fmin(stages, m);
+    case DT_SCHEDULE_ZBV: return fmin(2 * stages, 2 * m) / 2;
+    case DT_SCHEDULE_DUALPIPE_V: return fmin(2 * stages + 1, 2 * m) / 2;
+    default: return fmin(stages - stage, m);
+    }
+}
+
+/* Bubble as a share of the other stages' time for one micro-batch; the table of section 6. */
+static double dt__plan_bubble(const dt__plan *p) {
+    switch (p->l.schedule) {
+    case DT_SCHEDULE_NAIVE: return p->micros;
+    case DT_SCHEDULE_INTERLEAVED: return 1.0 / p->l.chunks;
+    case DT_SCHEDULE_ZB: return 1.0 / 3;
+    case DT_SCHEDULE_ZBV:
+    case DT_SCHEDULE_DUALPIPE_V: return 1.0 / 6;
+    default: return 1;
+    }
+}
+
+/* Bytes of a stage by class; keeps those of the stage that needs most. */
+static void dt__plan_memory(
+    const dt__plan *p, int stage, double dense, double experts, dt_plan_cost *c) {
+    const dt_plan_profile *q = p->q;
+    int zero = p->l.zero;
+    double n = p->tokens, h = p->m.width, tp = p->tp, sp = p->l.sp ? tp : 1;
+    double group = p->l.shard_group ? p->l.shard_group : p->dp * p->cp * p->ep;
+    double expert_group = p->l.shard_group ? fmin(group, p->dp * p->cp) : p->dp * p->cp;
+    double all = dense + experts, shard = dense / group + experts / expert_group;
+    double ffn = p->m.ffn * (1 - p->moe + p->moe * p->m.top_k);
+    double layer = n * (q->act_width * h / tp + q->act_ffn * ffn / tp + q->act_shared * h / sp);
+    double scores = n * q->act_scores * p->m.heads * p->m.seq / tp, input = 2 * n * h / sp;
+    double in_flight = dt__plan_in_flight(p, stage, p->stages), layers = p->layers[stage];
+    double acts = in_flight * layers * (layer + scores);
+    if (p->l.recompute == DT_RECOMPUTE_SELECTIVE) acts = in_flight * layers * layer + scores;
+    if (p->l.recompute == DT_RECOMPUTE_FULL) acts = in_flight * layers * input + layer + scores;
+    if (stage == 0) acts += in_flight * input;
+    if (tp > 1) acts += q->act_gathered * n * h;
+    double logits = stage == p->head ? n * p->m.vocab / tp : 0;
+    if (q->logit_count > 0) logits = fmin(logits, q->logit_count);
+    dt_plan_cost now = { .params = q->param_bytes * (zero >= 3 ? shard : all),
+        .grads = q->grad_bytes * (zero >= 2 ? shard : all),
+        .optim = q->optim_bytes * (zero >= 1 ? shard : all),
+        .acts = acts,
+        .logits = logits * q->logit_bytes,
+        .base = q->base_bytes };
+    double bytes = now.params + now.grads + now.optim + acts + now.logits + now.base;
+    /* without a pipeline the host runs ahead of the GPU, and so do its allocations */
+    double ahead = tp > 1 && p->pp == 1 ? q->act_ahead * n * h : 0;
+    double total = fmax(bytes, fmin(bytes + ahead, q->memory));
+    if (total <= c->bytes) return;
+    c->bytes = total;
+    c->params = now.params, c->grads = now.grads, c->optim = now.optim;
+    c->acts = acts + (total - bytes), c->logits = now.logits, c->base = now.base;
+}
+
+/* Exposed traffic of parameters and gradients over the replicas, and the update: `big` parameters
+   on the fullest rank, `layers` layers of it. A part of the busiest stage's backward, which is two
+   thirds of its `micro` seconds per micro-batch, hides gradients; under ZeRO-3 all of them hide. */
+static void dt__plan_replicas(
+    const dt__plan *p, double big, double layers, double micro, dt_plan_cost *c) {
+    const dt_plan_profile *q = p->q;
+    const int sharded = p->l.zero > 0;
+    double replicas = p->dp * p->cp * p->ep;
+    double group = p->l.shard_group ? p->l.shard_group : replicas;
+    double bandwidth = dt__plan_bandwidth(p, replicas, p->tp), one_way = bandwidth * q->dp_one_way;
+    double part = big * (replicas - 1) / replicas, hidden = q->dp_overlap * micro * 2 / 3;
+    double traffic =
+        sharded ? q->reduce_bytes * part / one_way : 2 * q->reduce_bytes * part / bandwidth;
+    double gather = q->param_bytes * part / one_way + q->gather_latency * log2(replicas) * layers;
+    if (replicas > 1) {
+        /* ZeRO 2 and 3 reduce each micro-batch; ZeRO-3 gathers before each forward and backward */
+        double times = p->l.zero >= 2 ? p->micros : 1;
+        if (p->l.zero == 3) traffic += 2 * gather, hidden *= 1.5;
+        double rest = (traffic - hidden) / 2e-3; /* rounded over 2 ms */
+        c->dp = times * 2e-3 * (rest > 30 ? rest : log1p(exp(rest)));
+        if (p->l.zero == 1 || p->l.zero == 2) c->dp += gather;
+    }
+    /* the norm of the gradients reads them twice */
+    double moved = q->optimizer_traffic * big / (sharded ? group : 1) + 8 * big;
+    c->optimizer = q->optimizer_layer * layers + moved / q->hbm + q->host_step;
+}
+
+dt_status dt_plan_estimate(const dt_plan_model *model, const dt_layout *layout,
+    const dt_plan_profile *profile, dt_plan_cost *cost) {
+    dt__plan plan, *p = &plan;
+    if (!cost) return DT_ERR_ARG;
+    memset(cost, 0, sizeof *cost);
+    if (!model || !layout || !profile) return DT_ERR_ARG;
+    plan.m = *model, plan.l = *layout, plan.q = profile;
+    if (!dt__plan_begin(p)) return DT_ERR_ARG;
+    dt__plan_params(p, cost);
+    dt__plan_partition(p);
+    dt__plan_layer(p);
+    const dt_plan_profile *q = profile;
+    int stages = p->stages;
+    double layer = p->forward + p->backward, head = p->head_forward + p->head_backward;
+    double sum = 0, slowest = 0, longest = 0, busy_layers = 0, busy_head = 0, big = 0, most = 0;
+    for (int s = 0; s < stages; s++) {
+        int last = s == p->head, twice = last && !(s == 0 && p->m.tied);
+        double n = p->layers[s];
+        double dense = n * p->dense_params + ((s == 0) + twice) * p->embedding;
+        double params = dense + n * p->expert_params;
+        /* adding a micro-batch's gradient moves 10 bytes a parameter: 2 + 4 read, 4 written */
+        double t = n * layer + last * head + 10 * params / q->hbm;
+        double full = t + n * layer * (p->steady - 1);
+        if (full > slowest) slowest = full, busy_layers = n, busy_head = last;
+        sum += t;
+        longest = fmax(longest, t), big = fmax(big, params), most = fmax(most, n);
+        if (p->layers[s] == 0) cost->stages_without_layers++;
+        dt__plan_memory(p, s, dense, n * p->expert_params, cost);
+    }
+    cost->stages_without_layers += p->l.mesh.pp - stages;
+    double n = p->tokens, edge = 2 * n * p->m.width / p->tp / q->pp_link + q->pp_latency;
+    double wait = 1 + q->jitter * log2(p->nodes), layers = busy_layers * p->steady * layer;
+    double ring = p->micros * wait;
+    cost->bubble = dt__plan_bubble(p) * (sum - longest) * wait;
+    cost->tp = ring * (layers * p->tp_share + busy_head * p->head_tp);
+    cost->cp = ring * layers * p->cp_share;
+    cost->ep = ring * layers * p->ep_share;
+    cost->compute = ring * slowest - cost->tp - cost->cp - cost->ep;
+    if (stages > 1) {
+        cost->pp = wait * edge * 2 * ((p->micros - 1) * p->l.chunks + stages - 1);
+        if (p->m.tied && p->head > 0)
+            cost->pp += 8 * p->embedding / q->pp_link; /* tied sum: fp32, both ways */
+    }
+    dt__plan_replicas(p, big, most, slowest, cost);
+    cost->seconds = cost->compute + cost->bubble + cost->tp + cost->cp + cost->ep + cost->pp +
+                    cost->dp + cost->optimizer;
+    double tokens = p->dp * p->ep * p->micros * p->l.micro_batch * p->m.seq;
+    cost->tokens_per_s_gpu = tokens / cost->seconds / (p->dp * p->tp * p->cp * p->pp * p->ep);
+    cost->mfu *= cost->tokens_per_s_gpu / q->peak;
     return DT_OK;
+}
+
+/* ---- the search ---- */
+
+static const char *dt__plan_limit(const dt_plan_cost *c) {
+    static const char *const names[] = { "bubble", "tp", "cp", "ep", "pp", "dp", "optimizer" };
+    const double parts[] = { c->bubble, c->tp, c->cp, c->ep, c->pp, c->dp, c->optimizer };
+    int largest = 0;
+    for (int i = 1; i < 7; i++)
+        if (parts[i] > parts[largest]) largest = i;
+    return parts[largest] >= 0.2 * c->seconds ? names[largest] : "compute";
+}
+
+static double dt__plan_limit_bytes(const dt_plan_desc *d) {
+    return d->memory > 0 ? d->memory : d->profile->memory;
+}
+
+/* A list of the fastest rows, the fastest first. */
+typedef struct dt__plan_list {
+    dt_plan_row *rows;
+    int n, max;
+} dt__plan_list;
+
+/* The order of the rows: by time, but of two that differ by less than a thousandth for each axis
+   the one with fewer axes comes first. */
+static double dt__plan_order(const dt_plan_row *row) {
+    const dt_mesh_desc *m = &row->layout.mesh;
+    int axes = (m->tp > 1) + 2 * (m->cp > 1) + (m->pp > 1) + (m->ep > 1);
+    return row->cost.seconds *
+           (1 + 1e-3 * axes + 1e-4 * (row->layout.zero + row->layout.recompute));
+}
+
+static void dt__plan_insert(dt__plan_list *list, const dt_plan_row *row) {
+    int at = list->n < list->max ? list->n++ : list->max;
+    double order = dt__plan_order(row);
+    while (at > 0 && order < dt__plan_order(&list->rows[at - 1])) at--;
+    if (at >= list->max) return;
+    memmove(&list->rows[at + 1], &list->rows[at],
+        (size_t)(list->n - 1 - at > 0 ? list->n - 1 - at : 0) * sizeof *row);
+    list->rows[at] = *row;
+}
+
+typedef struct dt__plan_hunt {
+    const dt_plan_desc *d;
+    dt__plan_list fits, too_big;
+    dt_plan_row smallest; /* the layout that needs least memory, if tried > 0 */
+    int64_t tried;
+} dt__plan_hunt;
+
+/* Returns 1 and fills in the row if the layout is possible. */
+static int dt__plan_row_of(const dt_plan_desc *d, const dt_layout *layout, dt_plan_row *row) {
+    if (d->refuses && d->refuses(layout, d->user)) return 0;
+    row->layout = *layout;
+    if (dt_plan_estimate(d->model, layout, d->profile, &row->cost) != DT_OK) return 0;
+    if (row->cost.stages_without_layers) return 0;
+    row->bytes = row->cost.bytes;
+    row->limited_by = dt__plan_limit(&row->cost);
+    return 1;
+}
+
+/* Compares the layouts of one mesh and micro-batch. */
+static void dt__plan_try_mesh(dt__plan_hunt *h, dt_layout l) {
+    static const struct {
+        int schedule, chunks;
+    } kinds[] = { { DT_SCHEDULE_1F1B, 1 }, { DT_SCHEDULE_INTERLEAVED, 2 },
+        { DT_SCHEDULE_INTERLEAVED, 4 }, { DT_SCHEDULE_ZB, 1 }, { DT_SCHEDULE_ZBV, 2 } };
+    const dt_mesh_desc *m = &l.mesh;
+    int replicas = m->dp * m->cp * m->ep, n_kinds = m->pp > 1 ? 5 : 1;
+    for (int k = 0; k < n_kinds; k++) {
+        l.schedule = kinds[k].schedule, l.chunks = kinds[k].chunks;
+        if (l.chunks > 1 && h->d->model->layers < m->pp * l.chunks) continue;
+        if (l.schedule == DT_SCHEDULE_INTERLEAVED && l.accum % m->pp != 0) continue;
+        if (l.schedule > DT_SCHEDULE_INTERLEAVED && l.accum < m->pp) continue;
+        for (l.zero = 0; l.zero <= (replicas > 1 ? 3 : 0); l.zero++)
+            for (l.recompute = 0; l.recompute <= DT_RECOMPUTE_FULL; l.recompute++) {
+                dt_plan_row row;
+                if (!dt__plan_row_of(h->d, &l, &row)) continue;
+                if (h->tried++ == 0 || row.bytes < h->smallest.bytes) h->smallest = row;
+                int fits = row.bytes <= dt__plan_limit_bytes(h->d);
+                dt__plan_insert(fits ? &h->fits : &h->too_big, &row);
+            }
+    }
+}
+
+/* Returns 1 if the sizes of the model divide by those of the mesh. */
+static int dt__plan_divides(const dt_plan_model *m, const dt_mesh_desc *mesh) {
+    int kv = m->kv_heads ? m->kv_heads : m->heads, experts = m->experts ? m->experts : 1;
+    int64_t part = (int64_t)mesh->tp * (mesh->cp > 1 ? 2 * mesh->cp : 1);
+    return m->heads % mesh->tp == 0 && (kv % mesh->tp == 0 || mesh->tp % kv == 0) &&
+           m->seq % part == 0 && experts % mesh->ep == 0 && mesh->pp <= m->layers;
+}
+
+static void dt__plan_try_batches(dt__plan_hunt *h, dt_layout l) {
+    int replicas = l.mesh.dp * l.mesh.ep, each = h->d->batch / replicas;
+    if (h->d->batch % replicas != 0) return;
+    l.sp = l.mesh.tp > 1;
+    for (l.micro_batch = 1; l.micro_batch <= each; l.micro_batch++) {
+        if (each % l.micro_batch != 0) continue;
+        if (l.mesh.cp > 1 && l.micro_batch > 1) break; /* dp divides whole sequences for less */
+        l.accum = each / l.micro_batch;
+        dt__plan_try_mesh(h, l);
+    }
+}
+
+/* Calls dt__plan_try_batches for every mesh of `left` GPUs whose axes from `axis` on are free: tp,
+   cp, pp, ep; dp takes the rest. */
+static void dt__plan_try_axes(dt__plan_hunt *h, dt_layout l, int axis, int left) {
+    int *const sizes[] = { &l.mesh.tp, &l.mesh.cp, &l.mesh.pp, &l.mesh.ep };
+    if (axis == 4) {
+        l.mesh.dp = left;
+        if (dt__plan_divides(h->d->model, &l.mesh)) dt__plan_try_batches(h, l);
+        return;
+    }
+    for (int n = 1; n <= left; n++) {
+        if (left % n != 0) continue;
+        *sizes[axis] = n;
+        dt__plan_try_axes(h, l, axis + 1, left / n);
+    }
+}
+
+/* Replaces the estimated bytes of the fastest rows by the program's own, and keeps the first `max`
+   that fit. */
+static int dt__plan_measure(
+    const dt_plan_desc *d, dt__plan_list *list, dt_plan_row *rows, int max) {
+    int n = 0;
+    for (int i = 0; i < list->n && n < max; i++) {
+        dt_plan_row row = list->rows[i];
+        if (d->bytes) row.bytes = d->bytes(&row.layout, d->user);
+        if (row.bytes >= 0 && row.bytes <= dt__plan_limit_bytes(d)) rows[n++] = row;
+    }
+    return n;
+}
+
+dt_status dt_plan_search(dt_plan_desc d, dt_plan_row *rows, int max, dt_plan_row *too_big,
+    int max_too_big, dt_plan_found *found) {
+    enum { SPARE = 8 }; /* so many times as many rows, because the program may need more memory */
+    dt_layout l;
+    dt_plan_cost cost;
+    memset(&l, 0, sizeof l);
+    if (!found) return DT_ERR_ARG;
+    memset(found, 0, sizeof *found);
+    if (!d.model || !d.profile || d.gpus < 1 || d.batch < 1 || max < 0 || max_too_big < 0 ||
+        dt_plan_estimate(d.model, &l, d.profile, &cost) != DT_OK)
+        return DT_ERR_ARG;
+    size_t n = (size_t)max * SPARE + (size_t)max_too_big + 1;
+    const dt_host *host = dt_host_default();
+    dt_plan_row *memory = (dt_plan_row *)host->alloc(host->user, n * sizeof *memory, DT_MEM_HOST);
+    if (!memory) return DT_ERR_MEM;
+    dt__plan_hunt h;
+    memset(&h, 0, sizeof h);
+    h.d = &d;
+    h.fits.rows = memory, h.fits.max = max * SPARE;
+    h.too_big.rows = memory + (size_t)max * SPARE, h.too_big.max = max_too_big;
+    dt__plan_try_axes(&h, l, 0, d.gpus);
+    found->tried = h.tried;
+    found->rows = dt__plan_measure(&d, &h.fits, rows, max);
+    double best = found->rows ? rows[0].cost.seconds : HUGE_VAL;
+    if (!found->rows && h.tried > 0 && max_too_big > 0) too_big[found->too_big++] = h.smallest;
+    for (int i = 0; i < h.too_big.n && found->too_big < max_too_big; i++)
+        if (h.too_big.rows[i].cost.seconds < best) too_big[found->too_big++] = h.too_big.rows[i];
+    host->free(host->user, memory, n * sizeof *memory, DT_MEM_HOST);
+    return DT_OK;
+}
+
+int dt_plan_would_fit(dt_plan_desc d, const dt_layout *layout, dt_plan_row *fits) {
+    if (!layout || !fits || !d.model || !d.profile) return 0;
+    int replicas = layout->mesh.dp * layout->mesh.cp * layout->mesh.ep, found = 0;
+    dt_layout l = *layout;
+    for (int small = 0; small < 2; small++) {
+        if (small) l.accum *= l.micro_batch, l.micro_batch = 1;
+        for (l.zero = layout->zero; l.zero <= (replicas > 1 ? 3 : layout->zero); l.zero++)
+            for (l.recompute = layout->recompute; l.recompute <= DT_RECOMPUTE_FULL; l.recompute++) {
+                dt_plan_row row;
+                if (!dt__plan_row_of(&d, &l, &row) || row.bytes > dt__plan_limit_bytes(&d))
+                    continue;
+                if (!found || row.cost.seconds < fits->cost.seconds) *fits = row;
+                found = 1;
+            }
+    }
+    return found;
+}
+
+static const dt_plan_profile dt__plan_profiles[] = {
+    /* nanotron on nodes of 8 H100 that 8 x 400 Gbit/s join: fitted by tests/plan/fit.py */
+    { .name = "h100-nanotron",
+        .peak = 9.89e14,
+        .hbm = 3e12,
+        .memory = 7.731e10,
+        .node = 8,
+        .product = 0.6603,
+        .product_tokens = 332.7,
+        .product_width = 124,
+        .attention = 0.3162,
+        .layer_traffic = 94.77,
+        .logit_traffic = 39.16,
+        .host_layer = 0.00213,
+        .host_tp = 0.001721,
+        .host_head_tp = 0.001016,
+        .host_pp_tp = 0.001167,
+        .host_pp_power = 1.294,
+        .host_step = 0.02497,
+        .jitter = 0.02033,
+        .tp_near = 5.194e11,
+        .tp_far = 3.173e11,
+        .tp_far_latency = 3.518e-5,
+        .dp_near = 2.702e11,
+        .dp_far = 6.154e11,
+        .dp_far_decay = 0.2902,
+        .dp_one_way = 0.7,
+        .dp_overlap = 0.5609,
+        .reduce_bytes = 4,
+        .gather_latency = 0.0008337,
+        .pp_link = 4.711e10,
+        .pp_latency = 0.000616,
+        .optimizer_layer = 0.001357,
+        .optimizer_traffic = 81.98,
+        .param_bytes = 2,
+        .grad_bytes = 6,
+        .optim_bytes = 12,
+        .act_width = 26.51,
+        .act_ffn = 7.676,
+        .act_gathered = 2.429,
+        .act_ahead = 105.5,
+        .logit_bytes = 6.693,
+        .base_bytes = 2.101e8,
+        .partition = 1 },
+    /* Megatron-LM on Selene's nodes of 8 A100 with 80 GB, fp16, without FlashAttention: four
+       numbers are fitted to the published rows of arXiv:2104.04473 and arXiv:2205.05198 by
+       tests/plan/fit_a100.py */
+    { .name = "a100-megatron",
+        .peak = 3.12e14,
+        .hbm = 2e12,
+        .memory = 8.16e10,
+        .node = 8,
+        .product = 0.8849,
+        .product_width = 150,
+        .attention = 0.3,
+        .layer_traffic = 37.81,
+        .logit_traffic = 20,
+        .jitter = 0.01155,
+        .tp_near = 2.528e11,
+        .tp_far = 1.6e11,
+        .tp_far_latency = 3e-5,
+        .dp_near = 2.3e11,
+        .dp_far = 1.6e11,
+        .dp_far_decay = 0.1,
+        .dp_one_way = 0.9,
+        .reduce_bytes = 2,
+        .pp_link = 2e10,
+        .pp_latency = 2e-5,
+        .optimizer_traffic = 40,
+        .param_bytes = 2,
+        .grad_bytes = 4,
+        .optim_bytes = 12,
+        .act_width = 8,
+        .act_ffn = 4,
+        .act_shared = 10,
+        .act_scores = 5,
+        .logit_bytes = 6,
+        .base_bytes = 1e9 },
+};
+
+const dt_plan_profile *dt_plan_profiles(int *n) {
+    if (n) *n = (int)(sizeof dt__plan_profiles / sizeof *dt__plan_profiles);
+    return dt__plan_profiles;
+}
+
+const dt_plan_profile *dt_plan_profile_of(const char *name) {
+    int n;
+    const dt_plan_profile *profiles = dt_plan_profiles(&n);
+    for (int i = 0; name && i < n; i++)
+        if (!strcmp(profiles[i].name, name)) return profiles + i;
+    return NULL;
 }
 
 #ifdef __cplusplus
@@ -5728,7 +6709,7 @@ DT__CPP_WARNINGS_ON
              dt_partition_stages, dt_stage_fn -> dt_stage_map_fn, dt_text_limit ->
              dt_text_token_limit, dt_tokens -> dt_count_labels. New: dt_all_to_all_rows,
              dt_row_linear_at (LoRA), dt_cp_attention_at, sigmoid and group-limited routing, ZB-V
-             and DualPipe-V, dt_schedule_read, dt_schedule_write
+             and DualPipe-V, dt_schedule_read, dt_schedule_write, the planner's prediction
      0.1.0   the mesh, placements, layers of tensor, context and expert parallelism, schedules and
              pipelines, the data order, the sampler, text and token shards
 

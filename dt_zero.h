@@ -1462,7 +1462,7 @@ static dt_status dt__zero_groups_make(dt_zero *zero) {
             wanted, ranks);
     for (int k = 0; k < DT__KINDS; k++) {
         dt__zero_groups *g = &zero->groups[k];
-        int n = dt_comm_size(data[k]), rank = dt_comm_rank(data[k]);
+        int n = dt_comm_size(data[k]);
         if (k > 0 && data[k] == data[0]) { /* without ep both kinds have the same groups */
             *g = zero->groups[0];
             continue;
@@ -1470,8 +1470,8 @@ static dt_status dt__zero_groups_make(dt_zero *zero) {
         g->data = g->shard = data[k];
         while (n % wanted != 0 || wanted > n) wanted--;
         if (!zero->stage->shard_optim || wanted == n || !zero->desc.shard_group) continue;
-        g->shard = wanted == 1 ? NULL : dt_comm_split(data[k], rank / wanted, rank, "shard");
-        g->replicas = dt_comm_split(data[k], rank % wanted, rank, "replicas");
+        g->shard = wanted == 1 ? NULL : dt_comm_split_by(data[k], dt_color_block, &wanted, "shard");
+        g->replicas = dt_comm_split_by(data[k], dt_color_cyclic, &wanted, "replicas");
         dt_comm_set_axis(g->shard, DT_AXIS_DP);
         dt_comm_set_axis(g->replicas, DT_AXIS_DP);
     }
@@ -1772,19 +1772,12 @@ static uint64_t dt__item_digest(const dt_zero *zero, int item, int kind) {
     return t ? dt__digest(h, t->name, strlen(t->name)) : h;
 }
 
-/* Gathers one number of each rank: sets all[r] to the value that rank r of the group passes as
-   `mine`. */
-static dt_status dt__gather_doubles(dt_comm *comm, double *all, double mine) {
-    memset(all, 0, (size_t)dt_comm_size(comm) * sizeof *all);
-    all[dt_comm_rank(comm)] = mine;
-    return dt_sum_doubles(comm, all, (size_t)dt_comm_size(comm));
-}
-
 /* Returns the largest value of `mine` on the ranks of a group; 0 after a failure. */
 static size_t dt__max_over_ranks(dt_zero *zero, dt_comm *comm, size_t mine) {
     size_t ranks = (size_t)dt_comm_size(comm), max = 0, bytes = ranks * sizeof(double);
+    double own = (double)mine;
     double *all = (double *)dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "comparing ranks");
-    if (all && dt__gather_doubles(comm, all, (double)mine) == DT_OK)
+    if (all && dt__gather_numbers(comm, &own, all, 1, DT_F64) == DT_OK)
         for (size_t r = 0; r < ranks; r++) max = (size_t)all[r] > max ? (size_t)all[r] : max;
     dt_free(zero->ctx, DT_MEM_HOST, all, bytes);
     return max;
@@ -1814,10 +1807,12 @@ static int dt__ranks_agree(
     }
     *found = (dt__difference){ n, 0, 0 };
     if (dt_sum_doubles(comm, theirs, 2 * n) == DT_OK) {
+        if (dt_comm_has_phantoms(comm)) first = n; /* phantom ranks differ in nothing */
         while (first < n && theirs[2 * first] == (double)(digests[first] >> 32) &&
                theirs[2 * first + 1] == (double)(digests[first] & 0xffffffff))
             first++;
-        dt__gather_doubles(comm, all, (double)first);
+        double own = (double)first;
+        dt__gather_numbers(comm, &own, all, 1, DT_F64);
         for (size_t r = ranks; r > 0 && dt_error(zero->ctx) == DT_OK; r--) {
             size_t index = (size_t)all[r - 1];
             if (index < found->index) *found = (dt__difference){ index, 0, 0 };
@@ -5111,7 +5106,12 @@ static dt_status dt__muon_make(dt_zero *zero) {
     if (!m) return dt_error(ctx);
     zero->muon = m;
     dt_comm *world = zero->mesh.world;
-    m->group = dt_comm_split(world, zero->mesh.coord.pp, dt_comm_rank(world), "muon");
+    if (dt_comm_has_phantoms(world))
+        return dt_fail(ctx, DT_ERR_UNSUPPORTED,
+            "dt_zero_make: DT_MUON with phantom ranks: which rank owns which part of a matrix is "
+            "known only if all ranks run");
+    int stage_ranks = dt_comm_size(world) / zero->mesh.sizes.pp;
+    m->group = dt_comm_split_by(world, dt_color_block, &stage_ranks, "muon");
     dt_comm_set_axis(m->group, DT_AXIS_DP);
     m->ranks = dt_comm_size(m->group);
     m->me = dt_comm_rank(m->group);

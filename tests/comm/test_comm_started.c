@@ -594,11 +594,11 @@ static dt_status link_rank(dt_ctx *ctx, void *user) {
     int n = dt_comm_size(world), me = dt_comm_rank(world);
     float x[4 * 64], y[4 * 64];
     dt_comm_set_algorithm(world, c->algorithm);
-    double from, link_free = world->world->link->free_at;
+    double from, link_free = world->world->link->free_at[0];
     /* groups of one only copy, so the link costs nothing */
     for (int i = 0; i < 5; i++) dt_all_reduce(one, x, x, 1, DT_F32, DT_SUM);
     for (int i = 0; i < 5; i++) dt_mean(world, 1);
-    CHECK(world->world->link->free_at == link_free);
+    CHECK(world->world->link->free_at[0] == link_free);
     dt_barrier(world);
     from = seconds();
     for (int i = 0; i < 10; i++) { /* in place, so that adding twice would show */
