@@ -76,7 +76,7 @@ RACES    = -fsanitize=thread --param tsan-distinguish-volatile=1 -fno-inline -fn
 IMPLEMENTED = -DDT_TENSOR_IMPL -DDT__TENSOR_TABLE -DDT_COMM_IMPL -DDT_PARALLEL_IMPL -DDT_ZERO_IMPL
 OBJECTS     = $(B)/implementation.o $(B)/kernels.o $(KERNELS)
 WHOLE       = $(B)/test_kernels $(B)/test_cuda_shim $(B)/test_fake_cuda $(B)/test_fake_kernels
-PUBLIC      = $(if $(filter no,$(SHARE)),,$(patsubst %,$(B)/test_%,checkpoint_kills many_ranks memory models schedule \
+PUBLIC      = $(if $(filter no,$(SHARE)),,$(patsubst %,$(B)/test_%,checkpoint_kills many_ranks memory models plan schedule \
                 seeds overlap tokenizer trace file_safety))
 SHARING     = $(if $(filter no,$(SHARE)),,$(filter-out $(WHOLE) $(PUBLIC),$(TESTS)))
 HELPERS     = $(patsubst %,$(B)/%,net_rank packets power mpi_ranks mpi_mismatch mpi_ps)
@@ -85,7 +85,7 @@ $(SHARING) $(HELPERS): $(B)/tests_kernels.o
 # These take longer to compile than to run, so they are not optimised, unless TFLAGS are given.
 QUICK = $(HELPERS) \
     $(patsubst %,$(B)/test_%,account attack checkpoint_faults checkpoint_kills comm_procs comm_started faults file_safety files fuzz gpt grad_dtype groups \
-          io_thread launch_env layers lora many_ranks memory mismatch misuse models moe muon nan onebit ops overlap parallel pipe placements \
+          io_thread launch_env layers lora many_ranks memory mismatch misuse models moe muon nan onebit ops overlap parallel pipe placements plan \
           precision ps ps_blocks ps_save rendezvous replicas schedule seeds tensor tokenizer trace)
 ifeq ($(origin TFLAGS),file)
 $(QUICK): private TFLAGS := $(patsubst -O1,-O0,$(TFLAGS))

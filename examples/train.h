@@ -58,6 +58,8 @@ typedef struct train_footprint {
     /* live bytes at the end of the run, or at its first failure if the run fails, and peaks until
        then */
     dt_memory memory;
+    /* as in train_row, of this rank alone; the largest over the steps */
+    double mem[TRAIN_MEMS], sent[DT_AXES];
     /* [0] is for dense parameters, [1] for those of experts, sharded over ep. shard_ranks is N.
        params is the number of elements on this rank. padded is the number of elements on this rank
        after each bucket is padded to a multiple of N * DT_PIECE. */
@@ -455,14 +457,17 @@ static inline void train_update_router_bias(
 }
 
 /* Sets row->mem and row->bytes, the step's memory and traffic; each value is the largest over all
-   ranks. */
-static inline void train_measure_bytes(dt_ctx *ctx, const size_t *sent_before, train_row *row) {
+   ranks. Sets this rank's own values in `own`, unless it is NULL. */
+static inline void train_measure_bytes(
+    dt_ctx *ctx, const size_t *sent_before, train_row *row, train_footprint *own) {
     dt_memory m = dt_memory_used(ctx);
     double all[TRAIN_MEMS + DT_AXES] = { (double)m.live[DT_MEM_PARAMS],
         (double)m.live[DT_MEM_GRADS], (double)m.live[DT_MEM_OPTIM], (double)m.peak[DT_MEM_ACTS],
         (double)m.peak[DT_MEM_COMM], (double)m.peak_total };
     for (int a = 0; a < DT_AXES; a++)
         all[TRAIN_MEMS + a] = (double)(dt_comm_bytes(ctx, (dt_axis)a) - sent_before[a]);
+    for (int i = 0; own && i < TRAIN_MEMS; i++) own->mem[i] = fmax(own->mem[i], all[i]);
+    for (int a = 0; own && a < DT_AXES; a++) own->sent[a] = fmax(own->sent[a], all[TRAIN_MEMS + a]);
     dt_all_reduce(dt_world(ctx), all, all, TRAIN_MEMS + DT_AXES, DT_F64, DT_MAX);
     memcpy(row->mem, all, sizeof row->mem);
     memcpy(row->bytes, all + TRAIN_MEMS, sizeof row->bytes);
@@ -614,7 +619,7 @@ static inline train_row train_step(const train_config *c, gpt *model, dt_zero *o
     row.outlier = info.outlier;
     row.outlier_z = info.outlier == DT_OUTLIER_LOSS ? info.loss_z : info.norm_z;
     dt_trace_end(ctx);
-    train_measure_bytes(ctx, sent, &row);
+    train_measure_bytes(ctx, sent, &row, c->footprint ? &c->footprint[dt_ctx_rank(ctx)] : NULL);
     dt_trace_end(ctx);
     double seconds = train_now(ctx) - start;
     row.ms = 1000 * seconds;

@@ -21,7 +21,9 @@
      9. Output of a run
      10. Dry run
      11. Memory limit
-     12. main
+     12. Preparation
+     13. Planner
+     14. main
 */
 #define _GNU_SOURCE
 #define DT_IMPLEMENTATION
@@ -38,6 +40,7 @@
 #include <signal.h>
 #include <stdarg.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #ifdef DT_USE_MPI
 #include <mpi.h>
 #endif
@@ -288,8 +291,23 @@
         "compute nothing; print the layout, traffic and memory") \
     X(LIST_REFUSED, "list-refused", FLAG, BUILT, NULL, 0, 0, "", \
         "print the rules for legal sizes and exit") \
+    X(PLAN, "plan", FLAG, BUILT, NULL, 0, 0, "", \
+        "rank the layouts of this model and --batch on a cluster; options of a layout fix it") \
+    X(CLUSTER, "cluster", TEXT, BUILT, NULL, 0, 0, "KIND:NODESxGPUS|FILE", \
+        "... such as h100:16x8, or a JSON file") \
+    X(TOKENS, "tokens", TEXT, BUILT, NULL, 0, 0, "N", "... tokens of the training, such as 2T") \
+    X(TOP, "top", INT, BUILT, "10", 1, 1000, "N", "... number of layouts") \
+    X(PLAN_JSON, "plan-json", TEXT, BUILT, NULL, 0, 0, "FILE", "... written to FILE too") \
+    X(PLAN_SVG, "plan-svg", TEXT, NOT_BUILT, NULL, 0, 0, "FILE", "") \
+    X(PLAN_ROWS, "plan-rows", TEXT, BUILT, NULL, 0, 0, "FILE", \
+        "predict speed and memory of the layouts in a CSV") \
+    X(PROFILE, "profile", WORD, BUILT, NULL, 0, 0, "h100-nanotron|a100-megatron", \
+        "... of these GPUs and this training system [the first]") \
+    X(PLAN_CSV, "plan-csv", TEXT, BUILT, NULL, 0, 0, "FILE", "... and write them to FILE") \
     X(HELP, "help", FLAG, BUILT, NULL, 0, 0, "", "print this help and exit")
 #include "options.h"
+#include "plan.h"
+#include "plan_rows.h"
 
 /* How this process was launched, and the state of its output. rank is the rank of this process with
    --backend mpi, tcp or nccl, and otherwise 0. size is the number of ranks with --backend mpi, and
@@ -3891,17 +3909,13 @@ static void print_map(const train_config *c, int ranks) {
 }
 
 static void on_dry_step(dt_ctx *ctx, const train_row *row, void *user) {
-    train_row before = *(train_row *)user;
-    (void)ctx;
-    *(train_row *)user = *row;
-    for (int m = 0; m < TRAIN_MEMS; m++)
-        ((train_row *)user)->mem[m] = fmax(row->mem[m], before.mem[m]);
+    (void)ctx, (void)row, (void)user;
 }
 
 /* The results of a dry run. */
 typedef struct dry_figures {
-    /* each value is the largest of all ranks' values, bytes of memory also of both steps */
-    train_row row;
+    /* each value is the largest of all ranks' values and of both steps */
+    double mem[TRAIN_MEMS], sent[DT_AXES];
     train_footprint footprint; /* the memory of rank number `rank` */
     int rank;     /* the rank that failed; if none failed, the rank with the largest memory peak */
     double flops; /* FLOPs per step of the rank that computes the most */
@@ -3912,13 +3926,36 @@ static void no_log(void *user, int level, int rank, const char *text) {
     (void)user, (void)level, (void)rank, (void)text;
 }
 
+/* Returns 1 if a dry run gives every expert of every rank equally many tokens: it routes choice j
+   of token t to expert (k t + j) mod E, and a rank of cp has one or two pieces of a sequence. */
+static int is_even_routing(const train_config *c) {
+    int64_t pieces = 2 * (int64_t)c->mesh.cp * c->mesh.tp, T = c->seq ? c->seq : c->model.seq;
+    int64_t k = c->model.top_k ? c->model.top_k : 1;
+    int drops = c->model.capacity > 0 && c->model.capacity < 1;
+    return !c->model.experts ||
+           (!drops && T % pieces == 0 && T / pieces * k % c->model.experts == 0);
+}
+
+/* Returns the number of the next kind of rank in a pipeline stage after rank `kind` of the stage
+   (-1: the first), or -1 if there is none. The ranks of a stage differ in the part of a sequence
+   that they have (cp), because of causal attention, and if the routing is not even also in their
+   place among the ranks that share the experts. If `each` is 1, every rank is a kind. */
+static int next_kind(const train_config *c, int kind, int each) {
+    const dt_mesh_desc *m = &c->mesh;
+    int even = is_even_routing(c), stage = m->tp * m->cp * m->dp * (m->expert_tp ? 1 : m->ep);
+    int end = each || (!even && m->expert_tp) ? stage : even ? m->tp * m->cp : stage / m->dp;
+    int next = kind < 0 ? 0 : kind + (even && !each ? m->tp : 1);
+    return next < end ? next : -1;
+}
+
 /* Returns the results of a dry run with the settings c. The dry run has two steps, because the
-   second step allocates all that later steps need. Writes the footprints of all ranks to `all`,
-   unless it is NULL. Each rank is a thread. `limit` is the memory limit of a rank in bytes; 0 means
-   no limit. */
+   second step allocates all that later steps need. Of each pipeline stage one rank of each kind
+   runs, as a thread, and stands for the others (dt_run_desc.present); Muon needs all ranks.
+   `limit` is the memory limit of a rank in bytes; 0 means no limit. If `all` is not NULL, each rank
+   runs once, and its footprint is written there. */
 static dry_figures run_dry(const job *j, train_config c, double limit, train_footprint *all) {
     enum { STEPS = 2 };
-    int ranks = int_of(j->v, O_RANKS);
+    int ranks = int_of(j->v, O_RANKS), at_once = c.zero.optimizer == DT_MUON, each = all != NULL;
     dry_figures f = { .rank = 0 };
     dt_dry *counts = (dt_dry *)calloc((size_t)ranks, sizeof *counts);
     train_footprint *footprint = (train_footprint *)calloc((size_t)ranks, sizeof *footprint);
@@ -3932,19 +3969,25 @@ static dry_figures run_dry(const job *j, train_config c, double limit, train_foo
     memset(&c.val, 0, sizeof c.val);
     c.on_step = on_dry_step;
     c.at_end = NULL;
-    c.user = &f.row;
     dt_host host = *dt_host_default();
     host.log = no_log;
-    dt_run((dt_run_desc){ .ranks = ranks,
-               .timeout_s = j->v[O_TIMEOUT].number,
-               .host = &host,
-               .report = &f.report,
-               .kernels = kernels_of(j->v),
-               .mem_limit = (size_t)limit },
-        train, &c);
+    for (int kind = next_kind(&c, -1, each); kind >= 0 && f.report.status == DT_OK;
+         kind = at_once ? -1 : next_kind(&c, kind, each))
+        dt_run((dt_run_desc){ .ranks = ranks,
+                   .timeout_s = j->v[O_TIMEOUT].number,
+                   .host = &host,
+                   .kernels = kernels_of(j->v),
+                   .report = &f.report,
+                   .rank = kind,
+                   .present = at_once ? 0 : c.mesh.pp,
+                   .mem_limit = (size_t)limit },
+            train, &c);
     for (int r = 0; r < ranks; r++) {
+        const train_footprint *n = &footprint[r];
         f.flops = fmax(f.flops, counts[r].flops / STEPS);
-        if (footprint[r].memory.peak_total > footprint[f.rank].memory.peak_total) f.rank = r;
+        for (int m = 0; m < TRAIN_MEMS; m++) f.mem[m] = fmax(f.mem[m], n->mem[m]);
+        for (int a = 0; a < DT_AXES; a++) f.sent[a] = fmax(f.sent[a], n->sent[a]);
+        if (n->memory.peak_total > footprint[f.rank].memory.peak_total) f.rank = r;
     }
     if (f.report.status != DT_OK && f.report.rank >= 0) f.rank = f.report.rank;
     f.footprint = footprint[f.rank];
@@ -4009,10 +4052,10 @@ static int dry_run(job *j) {
     line_printf(&out, "\n");
     line_printf(&out, "per rank and step, the largest over the ranks\n");
     line_printf(&out, "  sends, bytes ");
-    for (int a = 0; a < DT_AXES; a++) line_printf(&out, "  %s %.0f", axes[a], f.row.bytes[a]);
+    for (int a = 0; a < DT_AXES; a++) line_printf(&out, "  %s %.0f", axes[a], f.sent[a]);
     line_printf(&out, "\n");
     line_printf(&out, "  needs, bytes ");
-    for (int m = 0; m < TRAIN_MEMS; m++) line_printf(&out, "  %s %.0f", classes[m], f.row.mem[m]);
+    for (int m = 0; m < TRAIN_MEMS; m++) line_printf(&out, "  %s %.0f", classes[m], f.mem[m]);
     line_printf(&out, "\n");
     line_printf(&out, "  computes      %.4g GFLOP in products\n", f.flops / 1e9);
     line_printf(&out, "\n");
@@ -4116,7 +4159,7 @@ static void check_mem_limit(const job *j) {
     exit(2);
 }
 
-// ==== 12. main ==================================================================================
+// ==== 12. Preparation ===========================================================================
 
 /* With --backend mpi, initializes MPI and sets launched.rank and launched.size. dt_run would
    initialize MPI too late, because the checks before dt_run need the rank. */
@@ -4186,6 +4229,172 @@ static void prepare(job *j) {
     if (!v[O_QUIET].number && prints_messages()) print_settings(v, &j->config);
 }
 
+/* --plan-rows: predicts the layouts of a file. Nothing is trained, so no other option applies. */
+static int predict_rows(const value *v) {
+    char error[512];
+    if (!v[O_PLAN_ROWS].text)
+        refuse("--%s needs --plan-rows FILE", v[O_PLAN_CSV].text ? "plan-csv" : "profile");
+    if (!v[O_PLAN_CSV].text) refuse("--plan-rows needs --plan-csv FILE");
+    for (int i = 0; i < N_OPTIONS; i++)
+        if (v[i].from >= GIVEN && i != O_PLAN_ROWS && i != O_PROFILE && i != O_PLAN_CSV)
+            refuse("--%s has no effect with --plan-rows, which trains nothing", table[i].name);
+    const dt_plan_profile *profile =
+        v[O_PROFILE].text ? dt_plan_profile_of(v[O_PROFILE].text) : dt_plan_profiles(NULL);
+    int status = plan_rows(v[O_PLAN_ROWS].text, profile, v[O_PLAN_CSV].text, error, sizeof error);
+    if (status == 2) refuse("%s", error);
+    if (status) print_error("error: %s\n", error);
+    return status;
+}
+
+// ==== 13. Planner ===============================================================================
+
+/* Returns 1 if the user has fixed an option to another value than the layout's. */
+static int plan_refuses(const dt_layout *l, void *user) {
+    const value *v = (const value *)user;
+    const struct {
+        int id, value;
+    } sizes[] = { { O_DP, l->mesh.dp }, { O_TP, l->mesh.tp }, { O_CP, l->mesh.cp },
+        { O_PP, l->mesh.pp }, { O_EP, l->mesh.ep }, { O_ZERO, l->zero }, { O_CHUNKS, l->chunks },
+        { O_MICRO_BATCH, l->micro_batch }, { O_ACCUM, l->accum } };
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        if (v[sizes[i].id].from >= GIVEN && int_of(v, sizes[i].id) != sizes[i].value) return 1;
+    if (v[O_RECOMPUTE].from >= GIVEN &&
+        strcmp(v[O_RECOMPUTE].text, plan_recomputes[l->recompute]) != 0)
+        return 1;
+    if (v[O_SP].from >= GIVEN && l->mesh.tp > 1 && (v[O_SP].number != 0) != l->sp) return 1;
+    return v[O_SCHEDULE].from >= GIVEN && l->mesh.pp > 1 &&
+           strcmp(v[O_SCHEDULE].text, plan_schedule(l->schedule)) != 0;
+}
+
+/* Runs the layout dry, in this process, which it ends: 0 if the run is possible; then it has written
+   the bytes of the rank that needs most to the pipe `out`. */
+static __attribute__((noreturn)) void plan_dry_child(value *v, const dt_layout *l, int out) {
+    char numbers[9][16];
+    const int ids[9] = { O_DP, O_TP, O_CP, O_PP, O_EP, O_ZERO, O_CHUNKS, O_MICRO_BATCH, O_ACCUM },
+              values[9] = { l->mesh.dp, l->mesh.tp, l->mesh.cp, l->mesh.pp, l->mesh.ep, l->zero,
+                  l->chunks, l->micro_batch, l->accum };
+    job j = { .v = v, .csv = -1 };
+    int quiet = open("/dev/null", O_WRONLY);
+    if (quiet >= 0) dup2(quiet, 1), dup2(quiet, 2);
+    for (int i = 0; i < 9; i++) {
+        snprintf(numbers[i], sizeof numbers[i], "%d", values[i]);
+        if (ids[i] != O_CHUNKS || l->chunks > 1) set(&v[ids[i]], ids[i], numbers[i], GIVEN);
+    }
+    set(&v[O_RECOMPUTE], O_RECOMPUTE, plan_recomputes[l->recompute], GIVEN);
+    if (l->mesh.pp > 1) set(&v[O_SCHEDULE], O_SCHEDULE, plan_schedule(l->schedule), GIVEN);
+    set(&v[O_SP], O_SP, l->sp ? "on" : "off", GIVEN);
+    if (l->mesh.cp > 1 && v[O_CP_KIND].from < GIVEN) set(&v[O_CP_KIND], O_CP_KIND, "zigzag", GIVEN);
+    j.config = resolve(v);
+    find_data(v, &j.config, 1);
+    dry_figures f = run_dry(&j, j.config, 0, NULL);
+    /* host memory is not the device's */
+    double bytes = (double)(f.footprint.memory.peak_total - f.footprint.memory.live[DT_MEM_HOST]);
+    _exit(f.report.status == DT_OK && write(out, &bytes, sizeof bytes) == sizeof bytes ? 0 : 2);
+}
+
+/* Returns the bytes of the layout's dry run, or -1 if this program refuses the layout. A child
+   process runs it, because a refusal ends the process. */
+static double plan_dry_bytes(const dt_layout *l, void *user) {
+    int ends[2], status = 0;
+    double bytes = -1;
+    if (pipe(ends) != 0) return -1;
+    pid_t child = fork();
+    if (child == 0) plan_dry_child((value *)user, l, ends[1]);
+    close(ends[1]);
+    if (child < 0 || read(ends[0], &bytes, sizeof bytes) != sizeof bytes) bytes = -1;
+    close(ends[0]);
+    if (child > 0) waitpid(child, &status, 0);
+    return status == 0 ? bytes : -1;
+}
+
+static __attribute__((format(printf, 1, 2))) void plan_line(const char *fmt, ...) {
+    va_list args;
+    line out = { .fd = 1 };
+    va_start(args, fmt);
+    line_vprintf(&out, fmt, args);
+    va_end(args);
+    flush_line(&out);
+}
+
+static dt_plan_model plan_model(value *v) {
+    gpt_config c = resolve_model(v);
+    dt_plan_model m = { .layers = c.layers,
+        .width = c.width,
+        .heads = c.heads,
+        .kv_heads = c.kv_heads,
+        .ffn = c.ffn,
+        .gated = c.arch == GPT_LLAMA,
+        .vocab = c.vocab,
+        .seq = c.seq,
+        .tied = c.tied,
+        .experts = c.experts,
+        .top_k = c.experts ? gpt_top_k(c) : 0,
+        .moe_every = c.moe_every };
+    return m;
+}
+
+static void read_cluster(dt_ctx *ctx, const value *v, plan_cluster *c) {
+    char why[700];
+    const char *text = v[O_CLUSTER].text;
+    if (!text) refuse("--plan needs --cluster KIND:NODESxGPUS, such as h100:16x8, or a JSON file");
+    int is_file = strlen(text) > 5 && strcmp(text + strlen(text) - 5, ".json") == 0;
+    if (!(is_file ? plan_cluster_of_file(ctx, text, c, why, sizeof why)
+                  : plan_cluster_of_text(text, c, why, sizeof why)))
+        refuse("--cluster %s", why);
+}
+
+static int write_plan(dt_ctx *ctx, const plan_answer *a, const char *path) {
+    dt_json_out out = { .ctx = ctx };
+    plan_json(a, &out);
+    if (dt_error(ctx) == DT_OK) dt_file_write(ctx, path, out.text, out.used);
+    if (dt_error(ctx) != DT_OK) print_error("error: --plan-json: %s\n", error_without_rank(ctx));
+    dt_json_out_free(&out);
+    return dt_error(ctx) != DT_OK;
+}
+
+/* --plan: searches, prints and writes the plan. Returns the program's exit status. */
+static int make_plan(value *v) {
+    enum { TOO_BIG = 3 };
+    dt_host host = *dt_host_default();
+    host.log = no_log; /* errors are printed once, by this program */
+    dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .host = &host });
+    plan_cluster cluster = { .nodes = 0 };
+    int top = int_of(v, O_TOP), failed = 0;
+    read_cluster(ctx, v, &cluster);
+    dt_plan_model model = plan_model(v);
+    static const double sizes[] = { 4, 2, 2, 8 }; /* of f32, bf16, f16, f64 */
+    plan_own_memory(&cluster, &model, sizes[int_of(v, O_DTYPE)]);
+    plan_answer a = { .model = &model, .cluster = &cluster };
+    if (v[O_TOKENS].text && (a.tokens = plan_tokens(v[O_TOKENS].text)) <= 0)
+        refuse("--tokens %s: not a number of tokens, such as 300B or 2T", v[O_TOKENS].text);
+    dt_plan_row *rows = (dt_plan_row *)calloc((size_t)top + TOO_BIG, sizeof *rows);
+    if (!rows) refuse("--plan: out of memory");
+    dt_plan_desc desc = { .model = &model,
+        .profile = &cluster.profile,
+        .gpus = cluster.nodes * cluster.gpus,
+        .batch = int_of(v, O_BATCH),
+        .memory = cluster.profile.memory,
+        .refuses = plan_refuses,
+        .bytes = plan_dry_bytes,
+        .user = v };
+    if (dt_plan_search(desc, rows, top, rows + top, TOO_BIG, &a.found) != DT_OK)
+        refuse("--plan: a size of the model is impossible");
+    a.desc = &desc;
+    a.rows = rows;
+    a.too_big = rows + top;
+    if (a.found.tried == 0)
+        refuse("--plan: no layout of %d GPUs divides the model, --batch %d and the given options",
+            desc.gpus, desc.batch);
+    plan_print(&a, plan_line);
+    if (v[O_PLAN_JSON].text) failed = write_plan(ctx, &a, v[O_PLAN_JSON].text);
+    free(rows);
+    dt_ctx_free(ctx);
+    close_tokenizer();
+    return exit_status(NULL, failed);
+}
+
+// ==== 14. main ==================================================================================
+
 int main(int argc, char **argv) {
     value v[N_OPTIONS];
     job j = { .v = v, .csv = -1 };
@@ -4202,6 +4411,10 @@ int main(int argc, char **argv) {
     if (v[O_HELP].number) print_help();
     if (v[O_LIST_REFUSED].number) print_refused();
     if (v[O_HELP].number || v[O_LIST_REFUSED].number) return exit_status(NULL, 0);
+    if (v[O_PLAN_ROWS].text || v[O_PLAN_CSV].text || v[O_PROFILE].text) return predict_rows(v);
+    if (v[O_PLAN].number) return make_plan(v);
+    for (int i = O_CLUSTER; i <= O_PLAN_SVG; i++)
+        if (v[i].from == GIVEN) refuse("--%s needs --plan", table[i].name);
     find_launch(v);
     begin_mpi(v, &argc, &argv);
     j.config = resolve(v);

@@ -131,6 +131,7 @@ run_one() { start "$@"; judge "$1"; }
 together="test_cuda_races test_cuda test_matrix_gpu test_parts.sh test_entry_points.sh \
           test_sanitized.sh test_cli.sh test_data.sh test_examples.sh test_memory test_kernels test_docs.sh test_tensor test_account test_gpt \
           test_seeds test_ops test_layers test_files test_file_safety test_placements test_cuda_blas test_cuda_shim test_schedule \
+          test_plan test_plan.sh \
           test_onebit test_muon test_fuzz test_index.sh test_lora test_tokenizer test_tokenizer.sh test_launch.sh test_hf.sh \
           test_peft.sh mutants"
 # These mostly wait: for timeouts, networks, disks and launchers. LANES of them at a time run beside compilers and the

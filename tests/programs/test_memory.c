@@ -181,7 +181,7 @@ static void run_config(setup *c, double limit) {
         snprintf(seen->text, sizeof seen->text, "dry run: %.300s", dry.report.text);
         exit(1);
     }
-    seen->row_peak[0] = dry.row.mem[TRAIN_PEAK];
+    seen->row_peak[0] = dry.mem[TRAIN_PEAK];
     seen->stage = 1;
     if (limit == DRY_ONLY) exit(0);
     snprintf(size, sizeof size, "%zu", dry.footprint.memory.peak_total);
