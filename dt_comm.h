@@ -50,7 +50,8 @@
                            shared memory and the deadlock detection, to measure what they cost
 
    CONTENTS
-     1. Launch (dt_run, backends, rendezvous, launcher, fault injection)
+     1. Launch (dt_run, backends, rendezvous, launcher, fault injection, simulated network,
+        phantom ranks)
      2. Groups (process group, split, traffic, choice of algorithm)
      3. Collectives (all-reduce, reduce-scatter, all-gather, all-to-all, broadcast, barrier)
      4. Send and receive (point-to-point messages)
@@ -237,9 +238,9 @@ typedef struct dt_run_desc {
        that run, as threads; 0 means all. It divides `ranks` into blocks of consecutive ranks, such
        as the pipeline stages of a mesh. Of each block only rank number `rank` runs; the others are
        phantoms. In a group with phantoms a collective ends at once, as if every rank of the group
-       had given the data that this rank has given. A message to a phantom is dropped, and one from
-       a phantom (or from any rank of such a group) holds zeros. Groups without phantoms, and
-       messages between two ranks that run, work as usual. */
+       had given the data that this rank has given. A message to a phantom is dropped; one from a
+       phantom, and one that dt_recv_any receives in such a group, holds zeros. Groups without
+       phantoms, and other messages between two ranks that run, work as usual. */
     int present;
     /* For tcp and nccl: the rendezvous, which is the address where rank 0 listens until all ranks
        have connected, such as "10.0.0.1:29500" or "node17:29500". NULL means "127.0.0.1:29500". A
@@ -1295,7 +1296,6 @@ typedef struct dt__direct {
     /* returns the function that advances this call, or NULL if the call is to run as messages */
     dt__advance_fn (*choose)(dt_comm *comm, const dt__call *call);
     void (*begin)(dt_work *work); /* called when a chosen operation begins */
-    dt__advance_fn message;       /* advances a send or receive, if they do not run as messages */
     /* Messages between devices. takes: called when a send or receive begins; returns 1 if the
        device moves its data. send_key: returns DT__KEY_BYTES bytes that travel with the
        announcement, or NULL if the context has failed; recv_key: gets them when the message has
@@ -4105,6 +4105,7 @@ static int dt__phantom_collective(dt_work *work) {
     if (status || !mine || !dt__receives(comm, call)) return status ? -1 : 1;
     for (int rank = 0; rank < n && pattern->reduces; rank++) comm->inputs[rank] = mine;
     comm->outputs[0] = call->recv;
+    /* the one sum of large arrays in host memory (gradient norms): n additions would take long */
     int is_scaled = call->op == DT__SUM_DOUBLES && dt__is_host_data(work);
     for (size_t i = 0; i < count && is_scaled; i++)
         ((double *)call->recv)[i] = n * ((const double *)(const void *)mine)[i];
@@ -4142,9 +4143,8 @@ static dt__advance_fn dt__phantom_choose(dt_comm *comm, const dt__call *call) {
 
 static void dt__phantom_begin(dt_work *work) { (void)work; }
 
-static const dt__direct dt__phantom_direct = {
-    .choose = dt__phantom_choose, .begin = dt__phantom_begin, .message = dt__phantom_message
-};
+static const dt__direct dt__phantom_direct = { .choose = dt__phantom_choose,
+    .begin = dt__phantom_begin };
 
 int dt_comm_has_phantoms(const dt_comm *comm) {
     return comm && comm->direct == &dt__phantom_direct;
@@ -4948,7 +4948,7 @@ static int dt__work_begin(dt_work *work) {
     if (!is_p2p) work->call.seq = ++comm->seq;
     dt__describe(work);
     if (is_p2p && dt_comm_has_phantoms(comm) && dt__is_phantom(comm, call->peer))
-        work->advance = comm->direct->message;
+        work->advance = dt__phantom_message;
     if (!is_p2p && !is_single) {
         if (comm->algorithm != DT_ALGORITHM_AUTO)
             work->algorithm = dt__algorithm_of(call, comm->algorithm);
@@ -5815,8 +5815,7 @@ static void dt__log_all_ranks(dt__world *world) {
                                     ... the operation runs ...
                                     end      flip nan   (in the received data) */
 
-/* ---- the simulated link ---- */
-
+/* The call table of the planted faults, and their list. */
 enum { DT__FAULTS = 8 };
 typedef struct dt__fault {
     int kind, rank;
@@ -5829,6 +5828,8 @@ typedef struct dt__faults {
     int count; /* number of entries in `list`, the faults planted on this rank */
     dt__fault list[DT__FAULTS];
 } dt__faults;
+
+/* ---- the simulated link ---- */
 
 typedef struct dt__link {
     dt_level levels[1 + DT_MAX_LEVELS]; /* the last one is the whole world */
@@ -5877,11 +5878,12 @@ static dt_work *dt__link_begin(dt_comm *comm, const dt__call *call) {
     double now = dt__time(world);
     int at = dt__link_level(link, comm, &work->call);
     const dt_level *level = &link->levels[at];
-    /* a receive ends when the message has arrived; from another machine that time is not known */
-    int arrives = call->op == DT__RECV &&
-                  (call->peer == DT_ANY || world->block > 1
-                          ? !world->transport.send
-                          : dt__local_rank_of(world, comm->group->ranks[call->peer]) >= 0);
+    /* A receive ends when the message has arrived. Over a transport that time is not known, unless
+       the sender shares memory with this rank. */
+    int is_known = !world->transport.send ||
+                   (call->peer != DT_ANY && call->op == DT__RECV &&
+                       dt__local_rank_of(world, comm->group->ranks[call->peer]) >= 0);
+    int arrives = call->op == DT__RECV && is_known;
     if (!work->call.host_memory && !arrives) { /* scalars take no time */
         double seconds = level->latency_s;
         if (level->bytes_per_s > 0)

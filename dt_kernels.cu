@@ -6575,7 +6575,6 @@ static void nccl_check_device(dt_work *work) {
 static const dt__direct nccl_direct = {
     .choose = nccl_choose,
     .begin = nccl_begin,
-    .message = NULL,
     .takes = nccl_takes,
     .send_key = nccl_send_key,
     .recv_key = nccl_recv_key,

@@ -67,8 +67,9 @@
      7. Pipeline parallelism (stages, micro-batches, tied embeddings)
      8. Data order (distributed sampler, batch size ramp-up)
      9. Text datasets (byte files, llm.c token shards)
-    10. Dry runs (dry run: memory, traffic and FLOPs without computing)
-    11. Planner (predicted step time and memory of a layout, profiles of GPUs and systems)
+    10. Dry runs (dry run: memory, traffic and FLOPs without computing; virtual clock)
+    11. Planner (predicted step time and memory of a layout, profiles of GPUs and systems, search
+        for the fastest layout)
     12. Implementation: process mesh
     13. Placements: code
     14. Tensor and sequence parallelism: code
@@ -1090,7 +1091,8 @@ typedef struct dt_dry_kernel {
 
 /* Dry run: a context that computes nothing and has no memory for tensors, but otherwise works as
    usual. The program then reports the memory, traffic and FLOPs that it would need, on any number
-   of ranks (as threads), so that no separate formula is needed. dt_memory_used and dt_comm_bytes
+   of ranks (as threads, or with phantom ranks: dt_run_desc.present), so that no separate formula is
+   needed. dt_memory_used and dt_comm_bytes
    count as always; every element read from a tensor is 0. Two equal steps show the peak of every
    later step: the second allocates all that later steps need. Only the memory of experts without a
    capacity (dt_route_desc) depends on the data: a dry run routes evenly. */
@@ -1116,7 +1118,9 @@ typedef struct dt_dry {
 } dt_dry;
 /* [local] Makes the context a dry-run context. Must be the first call on the context, before it has
    tensors. The caller owns *dry, zeroes it before the call and may read it at any time; *dry must
-   outlive the context. Dry runs do not work in forked ranks or over MPI. */
+   outlive the context. Dry runs do not work in forked ranks or over MPI. Fails with DT_ERR_ARG if
+   the context has tensors, and with DT_ERR_UNSUPPORTED if dry->seconds is set and the ranks are not
+   threads. */
 DT_API dt_status dt_dry_begin(dt_ctx *ctx, dt_dry *dry);
 
 // ==== 11. Planner ===============================================================================
@@ -1289,15 +1293,17 @@ typedef struct dt_plan_found {
 
 /* [local] Planner search: compares every layout whose sizes divide (dp x tp x cp x pp x ep = gpus;
    ZeRO stages, recompute, schedules, chunks, micro-batches) by dt_plan_estimate. Writes the fastest
-   `max` that fit into the memory to `rows`, the fastest first, and to `too_big` the fastest
-   `max_too_big` that do not fit although no layout in `rows` is as fast; if nothing fits, first the
-   layout that needs least memory. Either array may be NULL
-   with a maximum of 0. Returns DT_ERR_ARG if a size is impossible. */
+   `max` that fit into the memory to `rows`, the fastest first. Writes to `too_big` the fastest
+   `max_too_big` of those that do not fit by their estimate and are faster than the first row; if
+   nothing fits, the layout that needs least memory comes first. With desc.bytes, the program is
+   asked for at most the 8 max fastest layouts that fit by their estimate, so there may be fewer
+   than `max` rows although others would fit. Either array may be NULL with a maximum of 0. Returns
+   DT_ERR_ARG if a size is impossible, DT_ERR_MEM if memory runs out. */
 DT_API dt_status dt_plan_search(dt_plan_desc desc, dt_plan_row *rows, int max, dt_plan_row *too_big,
     int max_too_big, dt_plan_found *found);
 /* [local] Finds the fastest way to make a layout fit without another mesh: a higher ZeRO stage,
-   more recompute, micro-batches of one sequence, or several of them. Returns 1 and sets *fits, or
-   returns 0 if they do not suffice. */
+   more recompute, micro-batches of one sequence, or several of them. Goes by estimates alone,
+   without desc.bytes. Returns 1 and sets *fits, or returns 0 if they do not suffice. */
 DT_API int dt_plan_would_fit(dt_plan_desc desc, const dt_layout *layout, dt_plan_row *fits);
 
 /* Call sites, see section 4 of dt_tensor.h. */
@@ -6214,8 +6220,8 @@ static double dt__plan_tp(const dt__plan *p, double bytes) {
     return bytes / q->tp_far + q->tp_far_latency * (p->tp - 1);
 }
 
-/* Bytes per second of each rank in a group of `ranks` ranks that lie `stride` ranks apart: so many
-   groups share the links of a node. */
+/* Bytes per second of each rank in a group of `ranks` ranks that lie `stride` ranks apart. `stride`
+   such groups share the links of a node. */
 static double dt__plan_bandwidth(const dt__plan *p, double ranks, double stride) {
     const dt_plan_profile *q = p->q;
     double span = ranks * stride / q->node;
@@ -6550,7 +6556,7 @@ static int dt__plan_measure(
 
 dt_status dt_plan_search(dt_plan_desc d, dt_plan_row *rows, int max, dt_plan_row *too_big,
     int max_too_big, dt_plan_found *found) {
-    enum { SPARE = 8 }; /* so many times as many rows, because the program may need more memory */
+    enum { SPARE = 8 }; /* candidates for each row: some need more memory than estimated */
     dt_layout l;
     dt_plan_cost cost;
     memset(&l, 0, sizeof l);

@@ -158,7 +158,7 @@ static inline void criteo_fill(criteo_reader *r, size_t at) {
     r->end = at + (got > 0 ? (size_t)got : 0);
 }
 
-/* Skips the rest of a line, of which the first CRITEO_LINE bytes stay in the buffer. */
+/* Skips the rest of a long line. Its first CRITEO_LINE bytes stay in the buffer. */
 static inline void criteo_skip_rest(criteo_reader *r) {
     const char *rest = r->buffer + CRITEO_LINE, *newline = NULL;
     while (!newline && !r->at_end) {

@@ -36,9 +36,10 @@ static inline int plan_set_profile(plan_cluster *c, const char *name, char *why,
     return 1;
 }
 
-/* Replaces the memory that the profile's training system needs by that of train_gpt: the classes of
-   semantics in dt_zero.h, and the activations in the table of gpt.h, in elements of `size` bytes.
-   The search only needs it roughly, because dry runs of the best rows count it exactly. */
+/* Replaces the memory that the profile's training system needs by that of train_gpt: parameters,
+   gradients and optimizer state as dt_zero.h stores them, and the activations in the table at the
+   head of gpt.h, in elements of `size` bytes. An estimate suffices here, because dry runs count the
+   memory of the best rows exactly. */
 static inline void plan_own_memory(plan_cluster *c, const dt_plan_model *m, double size) {
     dt_plan_profile *p = &c->profile;
     int narrow = size < 4;

@@ -195,7 +195,7 @@ typedef struct job {
     ctr_config model;
     int ranks, servers, workers, mode, staleness, geo_steps, rank;
     FILE *csv;     /* of --log-csv; NULL: none */
-    int csv_keeps; /* 1: a regular file, of which a resumed run keeps rows */
+    int csv_keeps; /* 1: --log-csv is a regular file, so a resumed run keeps its earlier rows */
     FILE *out;     /* progress: standard output, or standard error with --predict */
     int attempt;   /* number of restarts before this attempt */
     /* 1: the run has completed a step since its start or its last restart; it has printed a

@@ -4248,9 +4248,16 @@ static int predict_rows(const value *v) {
 
 // ==== 13. Planner ===============================================================================
 
+/* What the two callbacks of the search need. */
+typedef struct plan_job {
+    value *v;
+    int refused;   /* dry runs that this program refused */
+    char why[300]; /* the first line that the last of them printed */
+} plan_job;
+
 /* Returns 1 if the user has fixed an option to another value than the layout's. */
 static int plan_refuses(const dt_layout *l, void *user) {
-    const value *v = (const value *)user;
+    const value *v = ((const plan_job *)user)->v;
     const struct {
         int id, value;
     } sizes[] = { { O_DP, l->mesh.dp }, { O_TP, l->mesh.tp }, { O_CP, l->mesh.cp },
@@ -4266,8 +4273,9 @@ static int plan_refuses(const dt_layout *l, void *user) {
            strcmp(v[O_SCHEDULE].text, plan_schedule(l->schedule)) != 0;
 }
 
-/* Runs the layout dry, in this process, which it ends: 0 if the run is possible; then it has written
-   the bytes of the rank that needs most to the pipe `out`. */
+/* Runs the layout dry, in this process, which it ends. If the run is possible, the status is 0 and
+   the bytes of the rank that needs most are in the pipe `out`. Else the reason is there, as every
+   error line of this program. */
 static __attribute__((noreturn)) void plan_dry_child(value *v, const dt_layout *l, int out) {
     char numbers[9][16];
     const int ids[9] = { O_DP, O_TP, O_CP, O_PP, O_EP, O_ZERO, O_CHUNKS, O_MICRO_BATCH, O_ACCUM },
@@ -4275,7 +4283,8 @@ static __attribute__((noreturn)) void plan_dry_child(value *v, const dt_layout *
                   l->chunks, l->micro_batch, l->accum };
     job j = { .v = v, .csv = -1 };
     int quiet = open("/dev/null", O_WRONLY);
-    if (quiet >= 0) dup2(quiet, 1), dup2(quiet, 2);
+    if (quiet >= 0) dup2(quiet, 1);
+    dup2(out, 2);
     for (int i = 0; i < 9; i++) {
         snprintf(numbers[i], sizeof numbers[i], "%d", values[i]);
         if (ids[i] != O_CHUNKS || l->chunks > 1) set(&v[ids[i]], ids[i], numbers[i], GIVEN);
@@ -4284,27 +4293,45 @@ static __attribute__((noreturn)) void plan_dry_child(value *v, const dt_layout *
     if (l->mesh.pp > 1) set(&v[O_SCHEDULE], O_SCHEDULE, plan_schedule(l->schedule), GIVEN);
     set(&v[O_SP], O_SP, l->sp ? "on" : "off", GIVEN);
     if (l->mesh.cp > 1 && v[O_CP_KIND].from < GIVEN) set(&v[O_CP_KIND], O_CP_KIND, "zigzag", GIVEN);
+    /* a dry run reads its batches, whatever they are: any file will do */
+    if (!v[O_DATA].text) set(&v[O_DATA], O_DATA, "/proc/self/exe", GIVEN);
     j.config = resolve(v);
     find_data(v, &j.config, 1);
     dry_figures f = run_dry(&j, j.config, 0, NULL);
+    if (f.report.status != DT_OK) refuse("%s", f.report.text);
     /* host memory is not the device's */
     double bytes = (double)(f.footprint.memory.peak_total - f.footprint.memory.live[DT_MEM_HOST]);
-    _exit(f.report.status == DT_OK && write(out, &bytes, sizeof bytes) == sizeof bytes ? 0 : 2);
+    _exit(write(out, &bytes, sizeof bytes) == sizeof bytes ? 0 : 2);
 }
 
 /* Returns the bytes of the layout's dry run, or -1 if this program refuses the layout. A child
    process runs it, because a refusal ends the process. */
 static double plan_dry_bytes(const dt_layout *l, void *user) {
-    int ends[2], status = 0;
-    double bytes = -1;
-    if (pipe(ends) != 0) return -1;
+    plan_job *job = (plan_job *)user;
+    char text[sizeof job->why] = "";
+    size_t used = 0;
+    int ends[2], status = -1;
+    double bytes;
+    if (pipe(ends) != 0) refuse("--plan: a pipe: %s", strerror(errno));
     pid_t child = fork();
-    if (child == 0) plan_dry_child((value *)user, l, ends[1]);
+    if (child == 0) plan_dry_child(job->v, l, ends[1]);
+    if (child < 0) refuse("--plan: a process for a dry run: %s", strerror(errno));
     close(ends[1]);
-    if (child < 0 || read(ends[0], &bytes, sizeof bytes) != sizeof bytes) bytes = -1;
+    for (ssize_t got = 1; got != 0 && used < sizeof text - 1;) {
+        got = read(ends[0], text + used, sizeof text - 1 - used);
+        if (got < 0 && errno != EINTR) break;
+        if (got > 0) used += (size_t)got;
+    }
     close(ends[0]);
-    if (child > 0) waitpid(child, &status, 0);
-    return status == 0 ? bytes : -1;
+    while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
+    }
+    if (WIFEXITED(status) && WEXITSTATUS(status) == 0 && used == sizeof bytes)
+        return memcpy(&bytes, text, sizeof bytes), bytes;
+    text[strcspn(text, "\n")] = 0;
+    int prefix = strncmp(text, "error: ", 7) == 0 ? 7 : 0;
+    snprintf(job->why, sizeof job->why, "%s", used ? text + prefix : "its process died");
+    job->refused++;
+    return -1;
 }
 
 static __attribute__((format(printf, 1, 2))) void plan_line(const char *fmt, ...) {
@@ -4369,6 +4396,7 @@ static int make_plan(value *v) {
         refuse("--tokens %s: not a number of tokens, such as 300B or 2T", v[O_TOKENS].text);
     dt_plan_row *rows = (dt_plan_row *)calloc((size_t)top + TOO_BIG, sizeof *rows);
     if (!rows) refuse("--plan: out of memory");
+    plan_job dry = { .v = v };
     dt_plan_desc desc = { .model = &model,
         .profile = &cluster.profile,
         .gpus = cluster.nodes * cluster.gpus,
@@ -4376,7 +4404,7 @@ static int make_plan(value *v) {
         .memory = cluster.profile.memory,
         .refuses = plan_refuses,
         .bytes = plan_dry_bytes,
-        .user = v };
+        .user = &dry };
     if (dt_plan_search(desc, rows, top, rows + top, TOO_BIG, &a.found) != DT_OK)
         refuse("--plan: a size of the model is impossible");
     a.desc = &desc;
@@ -4385,6 +4413,9 @@ static int make_plan(value *v) {
     if (a.found.tried == 0)
         refuse("--plan: no layout of %d GPUs divides the model, --batch %d and the given options",
             desc.gpus, desc.batch);
+    if (a.found.rows == 0 && dry.refused > 0)
+        refuse(
+            "--plan: this program refuses the fastest layouts that fit; the last one: %s", dry.why);
     plan_print(&a, plan_line);
     if (v[O_PLAN_JSON].text) failed = write_plan(ctx, &a, v[O_PLAN_JSON].text);
     free(rows);

@@ -150,7 +150,8 @@ static int suspended_progress(suspended *s) {
     return s->lines;
 }
 
-/* Sleeps, and reads what train_gpt prints meanwhile: it fails if nobody reads its output. */
+/* Sleeps, and reads what train_gpt prints meanwhile, because its write fails after a time if the
+   pipe is full. */
 static void suspended_nap(suspended *s, double seconds) {
     for (double begin = mono(); mono() - begin < seconds;) {
         double left = seconds - (mono() - begin);

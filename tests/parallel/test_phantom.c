@@ -226,9 +226,15 @@ static dt_status collectives(dt_ctx *ctx, void *user) {
     for (int r = 0; r < WORLD; r++) CHECK(two[r] == 10 * me + me);
     dt_broadcast(world, &x, 1, DT_F64, 0);
     CHECK(x == 1 + me);
-    dt_send(world, &x, 1, DT_F64, 2, 7);
+    dt_scatter(world, NULL, &x, 1, DT_F64, 0); /* of a root that is a phantom */
+    CHECK(x == 1 + me);
+    dt_send(world, &x, 1, DT_F64, 2, 7); /* to a phantom */
     dt_recv_any(world, &x, 1, DT_F64, 7, &from);
     CHECK(x == 0);
+    x = 1 + me;
+    if (me == 1) dt_send(world, &x, 1, DT_F64, 4, 8); /* between two ranks that run */
+    if (me == 4) dt_recv(world, &x, 1, DT_F64, 1, 8);
+    CHECK(x == 2);
     CHECK(dt_mean(world, 3) == 3 && dt_agree(world, DT_OK) == DT_OK);
 
     /* a group of which all ranks run works as usual; one of a block has phantoms */
@@ -251,6 +257,14 @@ static dt_status nothing(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
+/* The two ranks that run wait for each other. */
+static dt_status deadlock(dt_ctx *ctx, void *user) {
+    double x = 0;
+    (void)user;
+    dt_recv(dt_world(ctx), &x, 1, DT_F64, dt_ctx_rank(ctx) == 1 ? 4 : 1, 3);
+    return dt_error(ctx);
+}
+
 static void test_collectives(void) {
     dt_report report;
     dt_host host = *dt_host_default();
@@ -259,6 +273,12 @@ static void test_collectives(void) {
     desc.report = &report;
     CHECK(dt_run(desc, collectives, NULL) == DT_ERR_UNSUPPORTED);
     CHECK_MSG(report.rank == 1 || report.rank == 4, "rank %d failed", report.rank);
+    CHECK(dt_run(desc, deadlock, NULL) != DT_OK); /* proved, not found by the timeout of 120 s */
+    CHECK_MSG(strstr(report.text, "deadlock"), "%s", report.text);
+    desc.mem_limit = 1;
+    CHECK(dt_run(desc, nothing, NULL) == DT_ERR_MEM);
+    CHECK_MSG(report.rank == 1 || report.rank == 4, "rank %d has no memory", report.rank);
+    desc.mem_limit = 0;
     static const struct {
         int ranks, present, rank;
         dt_backend backend;

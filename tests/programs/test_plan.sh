@@ -170,7 +170,15 @@ try 2 'is not KIND:NODESxGPUS' --plan --cluster h100:1
 try 2 'is not KIND:NODESxGPUS' --plan --cluster h100:1x8x2
 try 2 '0 nodes of 8 GPUs' --plan --cluster h100:0x8
 try 2 'nodes of .* GPUs' --plan --cluster h100:9999999x9999999
+try 2 'nosuch.json: No such file' --plan --cluster "$dir/nosuch.json"
+head -c 70000 /dev/zero | tr '\0' ' ' >"$dir/c.json"
+try 2 'more than 64 KiB' --plan --cluster "$dir/c.json"
 try 2 'needs --cluster' --plan
+# no layout that this program refuses is proposed, and the reason is said
+try 2 'refuses the fastest layouts.*--vocab 100' --plan --cluster h100:1x2 $model --vocab 100 --batch 4
+mkdir "$dir/empty" && here=$PWD && (cd "$dir/empty" && "$here/$B/train_gpt" --plan --cluster h100:1x2 $model --batch 4 --top 1 >"$dir/plan") &&
+    grep -q '^row 1 as options' "$dir/plan"
+report $? "a plan needs no data"
 try 2 'not a number of tokens' --plan --cluster h100:1x8 --tokens many
 try 2 'no layout of 7 GPUs' --plan --cluster h100:1x7 --batch 16 --tp 2
 try 2 'cluster needs --plan' --cluster h100:1x8
